@@ -1,0 +1,5 @@
+"""`python -m echoreduce` is the `echoreduce` command."""
+
+from echoreduce.cli import main
+
+main()

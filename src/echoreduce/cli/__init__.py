@@ -1,0 +1,31 @@
+"""The `echoreduce` command: arguments and printing only; each subcommand lives in its own module with a `register(app)`.
+
+Exit codes: 0 success, 1 a check failed or a run raised an EchoReduceError, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from echoreduce.errors import EchoReduceError
+
+app = typer.Typer(
+    name="echoreduce",
+    help="4-bit error-compensated all-reduce for tensor parallelism: judge it on a model, run it, price it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def main() -> None:
+    """Entry point of the `echoreduce` command and of `python -m echoreduce`."""
+    try:
+        app()
+    except EchoReduceError as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}:[/red] {error}", highlight=False)
+        sys.exit(1)
