@@ -108,7 +108,7 @@ def all_reduce(
     Error: per value at most half a step of each rounding, P of them (two-shot: P - 1 contributions and the sum).
     """
     if quant.bits == 16 or contributions.shape[0] == 1 or contributions[0].numel() == 0:
-        total = in_rank_order(contributions.float()) if contributions.shape[0] > 1 else contributions[0]
+        total = in_rank_order(contributions.float()) if contributions.shape[0] > 1 else contributions[0].clone()
         return Reduced(total.to(contributions.dtype))
     record = trace(contributions, quant, algorithm, correction)
     world_size = contributions.shape[0]

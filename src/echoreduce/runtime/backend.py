@@ -8,7 +8,7 @@ Source: docs/design.md, Section 7.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -31,21 +31,24 @@ class Backend(Protocol):
         rank: this process's rank in the group (0 for virtual ranks).
     """
 
-    name: str
-    world_size: int
-    rank: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
 
-    def new_state(self, feedback: FeedbackConfig) -> State:
-        """Empty feedback state; allocates nothing."""
+    def new_state(self, feedback: FeedbackConfig) -> Any:
+        """Empty feedback state, a `State` of the backend's own type; allocates nothing."""
 
-    def all_reduce(self, x: Tensor, quant: QuantConfig, algorithm: str, state: State | None = None, out: Tensor | None = None) -> Tensor:
+    def all_reduce(self, x: Tensor, quant: QuantConfig, algorithm: str, state: Any = None, out: Tensor | None = None) -> Tensor:
         """Sum x over the group. A collective call: every rank of the group makes it, with the same shape, dtype and settings.
 
         Args:
             x: fp16, bf16 or fp32, any shape and layout, this rank's contribution (virtual: [P, *shape]).
             quant: quantizer of this site; bits = 16 is the exact sum of the library's own all-reduce.
             algorithm: `two_shot` or `one_shot`.
-            state: feedback state, read and advanced; None: nothing is fed back.
+            state: feedback state from this backend's `new_state`, read and advanced; None: nothing is fed back.
             out: where the sum is written (may be x itself); None: a new contiguous tensor.
         Returns:
             The sum, shape and dtype of x (virtual: of one row); never an alias of x unless out is x.
