@@ -1,0 +1,189 @@
+"""Runs a program for real: torch.distributed point-to-point sends and receives, on gloo or NCCL.
+
+Why: what is proven and priced must also run. One process plays each participant; a program with switches needs one more process for each.
+Every round posts all its receives and sends at once and waits for them, so the ranks advance as the simulator assumes: each at
+its own pace, held back only by its own messages. Leaves out: overlap of rounds, quantized wires (the package's backends), speed.
+Collective: every process of the group calls `all_reduce` with the same program, numel and dtype. On CUDA tensors the work is queued on the
+current stream by the backend.
+Source: docs/design.md, Section 8.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echoreduce.collectives.program import IntArray, Program, Round, chunk_starts
+from echoreduce.errors import GroupError, ShapeError
+
+
+@dataclass(frozen=True)
+class _Message:
+    """One message of one round as this process sees it: the peer, and the value ranges with their operation."""
+
+    peer: int
+    ranges: tuple[tuple[int, int, bool], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(hi - lo for lo, hi, _ in self.ranges)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program from one process's side: for each round what it sends and what it receives, chunks already turned into ranges of values."""
+
+    sends: tuple[tuple[_Message, ...], ...]
+    receives: tuple[tuple[_Message, ...], ...]
+    numel: int
+
+
+def plan(program: Program, participant: int, numel: int) -> Plan:
+    """What `participant` does, round by round, for a message of `numel` values; empty messages are left out on both sides."""
+    starts = chunk_starts(numel, program.chunks)
+    sends, receives = [], []
+    for round_ in program.rounds():
+        mine = round_.select((round_.src == participant) | (round_.dst == participant))
+        if len(mine):
+            sends.append(_gather(mine.select(mine.src == participant), starts, sending=True))
+            receives.append(_gather(mine.select(mine.dst == participant), starts, sending=False))
+    return Plan(tuple(sends), tuple(receives), numel)
+
+
+def _gather(round_: Round, starts: IntArray, sending: bool) -> tuple[_Message, ...]:
+    """Transfers of one round as messages, in the order of the round."""
+    ranges: dict[int, list[tuple[int, int, bool]]] = {}
+    peers = round_.dst if sending else round_.src
+    for peer, lo, hi, reduce in zip(peers.tolist(), starts[round_.lo].tolist(), starts[round_.hi].tolist(), round_.reduce.tolist()):
+        if hi > lo:
+            ranges.setdefault(peer, []).append((lo, hi, reduce))
+    return tuple(_Message(peer, tuple(parts)) for peer, parts in ranges.items())
+
+
+def all_reduce(program: Program, tensor: Tensor, group: dist.ProcessGroup | None = None, *, planned: Plan | None = None) -> Tensor:
+    """Sum `tensor` over the group by the program, in place.
+
+    Args:
+        program: over as many participants as the group has processes.
+        tensor: this process's contribution (a switch's is ignored and replaced by zeros), any shape, contiguous, any dtype that the
+            backend sends.
+        group: process group; None for the default one.
+        planned: result of `plan` for this process and numel, to keep planning out of repeated calls.
+    Returns:
+        `tensor`.
+    Raises:
+        GroupError: the group has not one process a participant.
+        ShapeError: the tensor is not contiguous.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size != program.participants:
+        raise GroupError(f"{program.name} needs {program.participants} processes ({program.switches} of them switches), group has {size}")
+    if not tensor.is_contiguous():
+        raise ShapeError("all_reduce by a program works in place and needs a contiguous tensor")
+    flat = tensor.view(-1)
+    if rank >= program.world_size:
+        flat.zero_()
+    todo = planned or plan(program, rank, flat.numel())
+    for sends, receives in zip(todo.sends, todo.receives):
+        arrived = _exchange(flat, sends, receives, group)
+        _apply(flat, rank, receives, arrived)
+    return tensor
+
+
+def _exchange(flat: Tensor, sends: tuple[_Message, ...], receives: tuple[_Message, ...], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Post all messages of a round and wait for them; returns what arrived, a buffer a message."""
+    buffers = [torch.empty(message.numel, dtype=flat.dtype, device=flat.device) for message in receives]
+    ops = [dist.P2POp(dist.irecv, buffer, _peer(message, group), group) for message, buffer in zip(receives, buffers)]
+    for message in sends:
+        parts = [flat[lo:hi] for lo, hi, _ in message.ranges]
+        payload = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ops.append(dist.P2POp(dist.isend, payload, _peer(message, group), group))
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+    return buffers
+
+
+def _peer(message: _Message, group: dist.ProcessGroup | None) -> int:
+    return message.peer if group is None else dist.get_global_rank(group, message.peer)
+
+
+def _apply(flat: Tensor, rank: int, receives: tuple[_Message, ...], arrived: list[Tensor]) -> None:
+    """Copy or add what arrived; additions into one range happen in rank order, this rank's own value at its place."""
+    adding: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+    for message, buffer in zip(receives, arrived):
+        offset = 0
+        for lo, hi, reduce in message.ranges:
+            part = buffer[offset : offset + hi - lo]
+            offset += hi - lo
+            if reduce:
+                adding.setdefault((lo, hi), []).append((message.peer, part))
+            else:
+                flat[lo:hi].copy_(part)
+    for (lo, hi), parts in adding.items():
+        own = flat[lo:hi]
+        if len(parts) == 1:
+            own.add_(parts[0][1])  # two operands: the order does not matter
+            continue
+        ordered = [part for _, part in sorted([*parts, (rank, own)], key=lambda item: item[0])]
+        total = ordered[0] + ordered[1]
+        for part in ordered[2:]:
+            total += part
+        own.copy_(total)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one operation, seconds: the slowest rank's of each repetition.
+
+    Attributes:
+        seconds: one value a repetition.
+    """
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median over the repetitions."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """First and third quartile."""
+        low, high = np.percentile(self.seconds, (25, 75))
+        return float(low), float(high)
+
+
+def measure(operation: Callable[[], object], device: torch.device, repeats: int, warmup: int = 2) -> Timing:
+    """Time an operation that all processes of the default group call together.
+
+    A barrier precedes every repetition; the time of a repetition is the slowest rank's. CUDA work is waited for.
+
+    Args:
+        operation: what to time; called warmup + repeats times.
+        device: where it runs.
+        repeats: repetitions that count.
+        warmup: repetitions that do not.
+    """
+    times = []
+    for _ in range(warmup + repeats):
+        dist.barrier()
+        _wait(device)
+        start = time.perf_counter()
+        operation()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times[warmup:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return Timing(tuple(slowest.tolist()))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
