@@ -10,6 +10,7 @@ import sys
 import typer
 from rich.console import Console
 
+from echoreduce.cli import demo, evaluate, info
 from echoreduce.errors import EchoReduceError
 
 app = typer.Typer(
@@ -20,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+for command in (demo, evaluate, info):
+    command.register(app)
 
 
 def main() -> None:

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,9 @@ from echoreduce.runtime.header import WORDS, Header, compare, settings_text
 
 #: Seconds that survivors of a failed call wait for each other before they name who is missing.
 ROLL_CALL_SECONDS = 3.0
+
+#: torch 2.13 renamed it; 2.11 has the old name only.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ class C10dBackend:
     def _gather(self, sent: Tensor, groups: int, quant: QuantConfig, qparams: torch.dtype) -> Tensor:
         """All-gather wire bytes [*segments, bytes] and read them: fp32 [P, *segments, groups, group_size]."""
         arrived = sent.new_empty((self.world_size * sent.numel(),))
-        self._run(lambda: dist.all_gather_into_tensor(arrived, sent.reshape(-1), group=self.group, async_op=True))
+        self._run(lambda: all_gather_single(arrived, sent.reshape(-1), group=self.group, async_op=True))
         level, grid = packing.decode(arrived.reshape(self.world_size, *sent.shape), groups, quant, qparams)
         return reference.Rounded(level, grid).values()
 
@@ -192,9 +197,8 @@ class C10dBackend:
         self._run(lambda: dist.all_to_all_single(table, words, group=self.group, async_op=True))
         compare(table.reshape(self.world_size, WORDS).cpu(), header)
 
-    def _run(self, start: object) -> None:
+    def _run(self, start: Callable[[], Any]) -> None:
         """Start an asynchronous collective and wait for it; turn a failure into a PeerError that names who is missing."""
-        assert callable(start)
         try:
             work = start()
             if self.timeout is None:

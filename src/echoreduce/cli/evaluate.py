@@ -1,0 +1,206 @@
+"""`echoreduce evaluate MODEL`: what low-bit tensor parallelism does to a language model's perplexity."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from echoreduce.cli.report import console, plot_results, print_results, save_results
+from echoreduce.config import PRESETS, EchoConfig, preset
+from echoreduce.errors import ConfigError
+from echoreduce.integrations import processes
+from echoreduce.integrations.evaluation import (
+    Result,
+    Variant,
+    bits_per_value,
+    observe,
+    perplexity,
+    variants_of,
+)
+from echoreduce.integrations.language_model import load, read_text, windows
+from echoreduce.integrations.transformers import attach, row_parallel_linears
+from echoreduce.sites import SitePolicy, early_half, edges, uniform
+
+
+class Backend(StrEnum):
+    """Where the ranks live."""
+
+    virtual = "virtual"
+    processes = "processes"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A validated evaluation."""
+
+    model: Path
+    tokens: Tensor
+    variants: list[Variant]
+    world_size: int
+    batch: int
+    dtype: str
+    device: str
+    backend: Backend
+    observe: bool
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("evaluate")(evaluate)
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder, or a .gguf file")],
+    text: Annotated[Path, typer.Option("--text", help="UTF-8 text, or JSON of strings")],
+    world_size: Annotated[int, typer.Option("--world-size", "-P", min=1, help="number of ranks")] = 4,
+    backend: Annotated[Backend, typer.Option(help="virtual ranks in this process, or real gloo processes")] = Backend.virtual,
+    device: Annotated[str, typer.Option(help="torch device of the virtual ranks: cpu, cuda, cuda:1")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    table: Annotated[str, typer.Option(help="summary (five rows) or ablation (every row of docs/design.md, Section 6)")] = "summary",
+    presets: Annotated[list[str] | None, typer.Option("--preset", help=f"only these ({', '.join(PRESETS)}); repeatable")] = None,
+    bits: Annotated[int, typer.Option(help="bits of the sites that the site policy leaves alone, 2 to 8")] = 4,
+    group_size: Annotated[int, typer.Option(help="values a quantization group: 16, 32, 64, 128, 256")] = 128,
+    policy: Annotated[
+        str | None, typer.Option(help="site policy for all low-bit rows: uniform, early_half, edges, or edges:FIRST:LAST:BITS")
+    ] = None,
+    window: Annotated[int, typer.Option(min=1, help="predicted tokens a window")] = 1024,
+    count: Annotated[int | None, typer.Option("--windows", min=1, help="at most this many windows (default: the whole text)")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="windows a forward")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch threads (of each process)")] = None,
+    observed: Annotated[bool, typer.Option("--errors/--no-errors", help="also measure injected and accumulated error")] = True,
+    json: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="write a picture (PNG, SVG, PDF) here")] = None,
+) -> None:
+    """Perplexity of MODEL on a text with its row-parallel sums sent in few bits, beside the exact model."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    variants = choose_variants(table, presets, bits, group_size, policy)
+    with console.status("reading model and text"):
+        loaded, tokenizer = load(model, dtype, device)
+        tokens = windows(tokenizer, read_text(text), window, count)
+    plan = Plan(model, tokens, variants, world_size, batch, dtype, device, backend, observed)
+    results = run(plan, loaded)
+    shown = (
+        f"{model.name} on {text.name}: {tokens.shape[0]} windows of {window} tokens, P = {world_size}, g = {group_size}, {backend.value}"
+    )
+    print_results(results, shown, f"16-bit is the exact sum in the model's dtype, {dtype} here")
+    if json is not None:
+        save_results(
+            results,
+            json,
+            model=model.name,
+            text=text.name,
+            windows=tokens.shape[0],
+            window=window,
+            world_size=world_size,
+            group_size=group_size,
+            backend=backend.value,
+            device=device,
+            dtype=dtype,
+        )
+    if plot is not None:
+        plot_results(results, plot, shown)
+
+
+def choose_variants(table: str, presets: list[str] | None, bits: int, group_size: int, policy: str | None) -> list[Variant]:
+    """The rows that the options ask for; 16-bit is always the first."""
+    if presets:
+        named = [name for name in presets if name != "exact"]
+        chosen = [Variant("16-bit", preset("exact", group_size=group_size))]
+        chosen += [Variant(name, preset(name, bits=None if name == "int8" else bits, group_size=group_size)) for name in named]
+    else:
+        chosen = variants_of(table, group_size, bits)
+    if policy is None:
+        return chosen
+    sites = parse_policy(policy)
+    return [Variant(v.name, _with_sites(v.config, sites)) for v in chosen]
+
+
+def _with_sites(config: EchoConfig | None, sites: SitePolicy) -> EchoConfig | None:
+    return config if config is None or config.quant.bits == 16 else replace(config, sites=sites)
+
+
+def parse_policy(text: str) -> SitePolicy:
+    """`uniform`, `early_half`, `edges`, `edges:2:2:8`.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    name, *numbers = text.split(":")
+    try:
+        values = [int(number) for number in numbers]
+        if name == "uniform" and not values:
+            return uniform()
+        if name == "early_half" and len(values) <= 1:
+            return early_half(*values)
+        if name == "edges" and len(values) <= 3:
+            return edges(*values)
+    except ValueError as error:
+        raise ConfigError(f"--policy {text}: {error}") from error
+    raise ConfigError(f"--policy must be uniform, early_half[:BITS] or edges[:FIRST[:LAST[:BITS]]], got {text!r}")
+
+
+def run(plan: Plan, model: Any) -> list[Result]:
+    """Measure every variant, with a progress bar."""
+    sites = len(row_parallel_linears(model))
+    numel = plan.tokens[: plan.batch, :-1].numel() * model.config.get_text_config().hidden_size
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("windows", total=len(plan.variants) * plan.tokens.shape[0])
+
+        def advance(done: int) -> None:
+            progress.advance(task, done)
+
+        measure = _in_processes if plan.backend is Backend.processes else _virtually
+        measured = measure(plan, model, advance, lambda name: progress.update(task, description=name))
+        results = []
+        for variant, (value, seconds) in zip(plan.variants, measured):
+            injected: float | None = None
+            accumulated: list[float] = []
+            if plan.observe and variant.config is not None and plan.world_size > 1:
+                progress.update(task, description=f"errors of {variant.name}")
+                injected, accumulated = observe(model, plan.tokens, variant.config, plan.world_size)
+            wire = bits_per_value(variant.config, plan.world_size, numel, sites)
+            results.append(Result(variant.name, value, value - measured[0][0], wire, injected, accumulated, seconds))
+    return results
+
+
+Measured = list[tuple[float, float]]
+
+
+def _virtually(plan: Plan, model: Any, advance: Callable[[int], None], describe: Callable[[str], None]) -> Measured:
+    """(perplexity, seconds) of each variant with virtual ranks in this process."""
+    measured = []
+    for variant in plan.variants:
+        describe(variant.name)
+        started = time.perf_counter()
+        assert variant.config is not None, "every row of a table has a configuration"
+        with attach(model, variant.config, world_size=plan.world_size):
+            value = perplexity(model, plan.tokens, plan.batch, advance)
+        measured.append((value, time.perf_counter() - started))
+    return measured
+
+
+def _in_processes(plan: Plan, model: Any, advance: Callable[[int], None], describe: Callable[[str], None]) -> Measured:
+    """(perplexity, seconds) of each variant in real gloo processes."""
+    threads = max(1, torch.get_num_threads() // plan.world_size)
+    job = processes.Job(
+        str(plan.model), plan.dtype, plan.tokens, plan.batch, plan.variants, plan.world_size, processes.rendezvous_file(), threads
+    )
+    describe("processes read the model")
+
+    def on_event(event: processes.Event) -> None:
+        if event.kind == "advanced":
+            describe(plan.variants[event.variant].name)
+            advance(event.windows)
+
+    return [(event.perplexity, event.seconds) for event in processes.evaluate(job, on_event)]
