@@ -1,0 +1,114 @@
+"""One-shot in one launch: every rank sends the codes of its whole tensor to every rank, and every rank adds the same P copies.
+
+One hop instead of two and one rounding a contribution; at P = 2 the same bytes as two-shot. Blocks are specialized and ordered as in
+`two_shot`: the first `pushers` push, the others add up. `groups` counts the groups of the whole padded tensor here, which is one
+segment as far as chunks and landing areas go.
+
+Source: docs/design.md, Section 3; docs/kernels.md.
+"""
+
+import triton
+import triton.language as tl
+
+from echoreduce.kernels.gather import leave
+from echoreduce.kernels.place import PUSH, flag, flag_slot, landing, leave_card, workspace
+from echoreduce.kernels.rounding import fit, read_back, round_values
+from echoreduce.kernels.signal import EPOCH, finish, publish, wait
+from echoreduce.kernels.state import compensate, remember
+from echoreduce.kernels.tile import load_codes, load_values, step_rows, store_codes
+
+RUNTIME = ["numel", "groups", "half", "area", "digest", "code", "patience", "steps", "pushers"]
+
+
+@triton.jit
+def push_all(first, stop, stride, x, state, call, code, epoch, spec: tl.constexpr):
+    """One block's share of the push stage: its codes to every rank, ourselves included.
+
+    Reads: x, once; state, once. Writes: codes P times; state, once (local residual).
+    Publishes: (PUSH, rank, chunk) = epoch in every rank's flags, release.sys after a block barrier. Waits for nothing.
+    """
+    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    total = tl.cdiv(groups, spec.rows)
+    chunk = first
+    while chunk < stop:
+        step = chunk * steps
+        end = tl.minimum(chunk * steps + steps, total)
+        while step < end:
+            row, real = step_rows(step, groups, spec)
+            group = row.to(tl.int64)
+            value = compensate(load_values(x, group, numel, spec), state, group, spec)
+            scale, inverse, zero, offset, word, finite = fit(value, spec)
+            rounded = round_values(value, inverse, zero, offset, spec)
+            for distance in tl.static_range(1, spec.world_size + 1):
+                peer: tl.constexpr = (spec.rank + distance) % spec.world_size
+                there = landing(table, peer, PUSH, spec.rank, epoch, half, area, spec)
+                store_codes(there, groups, group, real, rounded, zero, word, finite, spec)
+            if spec.residual == "local":
+                remember(value - read_back(rounded, scale, offset, spec), scale, state, group, real, spec)
+            step += 1
+        if chunk == 0:
+            for distance in tl.static_range(1, spec.world_size):
+                leave_card(table, (spec.rank + distance) % spec.world_size, numel, code, epoch, spec)
+        tl.debug_barrier()
+        for distance in tl.static_range(1, spec.world_size + 1):
+            peer: tl.constexpr = (spec.rank + distance) % spec.world_size
+            publish(workspace(table, peer), flag_slot(PUSH, spec.rank, chunk, spec), epoch, digest)
+        chunk += stride
+
+
+@triton.jit
+def add_copies(table, groups, row, arrived, epoch, half, area, spec: tl.constexpr):
+    """What the P copies of a tile stand for, added in rank order; fp32 [rows, lanes, 8, pieces]."""
+    total = load_codes(landing(table, spec.rank, PUSH, 0, epoch, half, area, spec), groups, row, arrived, spec)
+    for source in tl.static_range(1, spec.world_size):
+        here = landing(table, spec.rank, PUSH, source, epoch, half, area, spec)
+        total += load_codes(here, groups, row, arrived, spec)
+    return total
+
+
+@triton.jit
+def add_all(first, stop, stride, y, call, epoch, spec: tl.constexpr):
+    """One block's share of the sum: waits for (PUSH, every rank, chunk) >= epoch, acquire.sys.
+
+    Reads: P copies of the codes. Writes: y, once.
+    """
+    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    total = tl.cdiv(groups, spec.rows)
+    chunk = first
+    while chunk < stop:
+        arrived = epoch == epoch
+        for distance in tl.static_range(1, spec.world_size + 1):
+            source: tl.constexpr = (spec.rank + distance) % spec.world_size
+            there = flag(table, PUSH, source, chunk, spec)
+            arrived = wait(there, epoch, digest, control, record, PUSH, source, chunk, patience, spec) & arrived
+        step = chunk * steps
+        end = tl.minimum(chunk * steps + steps, total)
+        while step < end:
+            row, real = step_rows(step, groups, spec)
+            value = add_copies(table, groups, row.to(tl.int64), arrived, epoch, half, area, spec)
+            leave(y, value, row.to(tl.int64), real, numel, spec)
+            step += 1
+        chunk += stride
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def one_shot_kernel(
+    x, y, m0, e0, m1, e1, w0, w1, d0, r0, d1, r1,
+    table, control, record, numel, groups, half, area, digest, code, patience, steps, pushers,
+    spec: tl.constexpr,
+):  # fmt: skip
+    """One rank's whole call. A program owns chunks of one stage.
+
+    Tensor passes: x once, y once, state once each way, codes P times out and in ((P - 1) of them over links).
+    """
+    epoch = tl.load(control + EPOCH) + 1
+    state = (m0, e0, m1, e1, w0, w1, d0, r0, d1, r1)
+    call = (table, control, record, numel.to(tl.int64), groups.to(tl.int64), half.to(tl.int64), area.to(tl.int64),
+            digest, patience.to(tl.int64), steps)  # fmt: skip
+    chunks = tl.cdiv(tl.cdiv(groups, spec.rows), steps)
+    pid = tl.program_id(0)
+    if pid < pushers:
+        push_all(pid, chunks, pushers, x, state, call, code, epoch, spec)
+    else:
+        add_all(pid - pushers, chunks, tl.num_programs(0) - pushers, y, call, epoch, spec)
+    finish(control, epoch)

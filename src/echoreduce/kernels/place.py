@@ -1,0 +1,56 @@
+"""Where things are in the workspaces of a group: landing areas, flags, cards.
+
+A workspace is [flags | cards | half 0 | half 1]; the call's epoch picks the half. A half holds landing areas of `area` bytes: area
+(stage, source) = stage * world_size + source. Stage 0 is push (the source's codes for us), stage 1 gather (the sum that the source
+owns). `table` holds the address at which this process sees each rank's workspace.
+
+A call travels through the stages as one tuple, in this order:
+    table, control, record     pointers: addresses [P]; control block; record in pinned host memory
+    numel, groups              values of the tensor; groups of one segment (one-shot: of the whole padded tensor)
+    half, area                 bytes of a half and of a landing area
+    digest, patience           of (shape, dtype, configuration); bound of every wait, ns
+    steps                      steps of a chunk: one flag is raised for so many tiles
+
+Source: docs/design.md, Section 7; the paper, Appendix C (workspace layout).
+"""
+
+import triton
+import triton.language as tl
+
+PUSH = tl.constexpr(0)
+GATHER = tl.constexpr(1)
+
+
+@triton.jit
+def workspace(table, rank: tl.constexpr):
+    """Address of a rank's workspace, int64."""
+    return tl.multiple_of(tl.load(table + rank), 16)
+
+
+@triton.jit
+def landing(table, rank: tl.constexpr, stage: tl.constexpr, source: tl.constexpr, epoch, half, area, spec: tl.constexpr):
+    """Address of a landing area in the workspace of `rank`, int64, 16-byte aligned."""
+    start = workspace(table, rank) + spec.data_at + (epoch & 1).to(tl.int64) * half
+    return tl.multiple_of(start + (stage * spec.world_size + source) * area, 16)
+
+
+@triton.jit
+def flag_slot(stage: tl.constexpr, source: tl.constexpr, chunk, spec: tl.constexpr):
+    """Index of the flag that `source` raises when it has done `stage` for `chunk`."""
+    return (stage * spec.world_size + source) * spec.slots + chunk
+
+
+@triton.jit
+def flag(table, stage: tl.constexpr, source: tl.constexpr, chunk, spec: tl.constexpr):
+    """Our own copy of that flag: pointer to int64."""
+    return workspace(table, spec.rank).to(tl.pointer_type(tl.int64)) + flag_slot(stage, source, chunk, spec)
+
+
+@triton.jit
+def leave_card(table, rank: tl.constexpr, numel, code, epoch, spec: tl.constexpr):
+    """Tell `rank` what this call is about, for the text of a MismatchError: (numel, code, epoch)."""
+    at = workspace(table, rank) + spec.cards_at + ((epoch & 1) * spec.world_size + spec.rank) * 64
+    card = at.to(tl.pointer_type(tl.int64))
+    tl.store(card, numel)
+    tl.store(card + 1, code)
+    tl.store(card + 2, epoch)

@@ -1,0 +1,43 @@
+"""Push: quantize the segments that other ranks own and write them to their owners (the paper, Section 4.1)."""
+
+import triton
+import triton.language as tl
+
+from echoreduce.kernels.place import PUSH, flag_slot, landing, leave_card, workspace
+from echoreduce.kernels.rounding import fit, read_back, round_values
+from echoreduce.kernels.signal import publish
+from echoreduce.kernels.state import compensate, remember
+from echoreduce.kernels.tile import load_values, step_rows, store_codes
+
+
+@triton.jit
+def push(first, stop, stride, x, state, call, code, epoch, spec: tl.constexpr):
+    """One block's share of the push stage: chunks first, first + stride, ... below stop, for each other rank's segment.
+
+    Reads: values pushed, once; state, once. Writes: codes and qparams to the owner; state, once (local residual).
+    Publishes: (PUSH, rank, chunk) = epoch in the owner's flags, release.sys after a block barrier. Waits for nothing.
+    """
+    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    total = tl.cdiv(groups, spec.rows)
+    chunk = first
+    while chunk < stop:
+        for distance in tl.static_range(1, spec.world_size):
+            owner: tl.constexpr = (spec.rank + distance) % spec.world_size
+            there = landing(table, owner, PUSH, spec.rank, epoch, half, area, spec)
+            step = chunk * steps
+            end = tl.minimum(chunk * steps + steps, total)
+            while step < end:
+                row, real = step_rows(step, groups, spec)
+                group = row.to(tl.int64) + owner * groups
+                value = compensate(load_values(x, group, numel, spec), state, group, spec)
+                scale, inverse, zero, offset, word, finite = fit(value, spec)
+                rounded = round_values(value, inverse, zero, offset, spec)
+                store_codes(there, groups, row.to(tl.int64), real, rounded, zero, word, finite, spec)
+                if spec.residual == "local":
+                    remember(value - read_back(rounded, scale, offset, spec), scale, state, group, real, spec)
+                step += 1
+            if chunk == 0:
+                leave_card(table, owner, numel, code, epoch, spec)
+            tl.debug_barrier()
+            publish(workspace(table, owner), flag_slot(PUSH, spec.rank, chunk, spec), epoch, digest)
+        chunk += stride

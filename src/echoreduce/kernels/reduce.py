@@ -1,0 +1,63 @@
+"""Reduce: the owner adds its own segment and the peers' codes in rank order and rounds the sum (the paper, Section 4.1)."""
+
+import triton
+import triton.language as tl
+
+from echoreduce.kernels.gather import gather_step
+from echoreduce.kernels.place import GATHER, PUSH, flag, flag_slot, landing, workspace
+from echoreduce.kernels.rounding import fit, read_back, round_values
+from echoreduce.kernels.signal import publish, wait
+from echoreduce.kernels.state import compensate, remember
+from echoreduce.kernels.tile import load_codes, load_values, step_rows
+
+
+@triton.jit
+def reduce(first, stop, stride, x, y, state, call, epoch, spec: tl.constexpr):
+    """One block's share of reduce and gather: chunks first, first + stride, ... below stop of the own segment.
+
+    Waits for: (PUSH, peer, chunk) >= epoch of every peer, acquire.sys.
+    Reads: own values, once; P - 1 copies of codes; state, once. Writes: the output's own segment; codes of the sum to P - 1 peers; state.
+    Publishes: (GATHER, rank, chunk) = epoch in every peer's flags, release.sys after a block barrier.
+    """
+    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    total = tl.cdiv(groups, spec.rows)
+    chunk = first
+    while chunk < stop:
+        arrived = epoch == epoch
+        for distance in tl.static_range(1, spec.world_size):
+            source: tl.constexpr = (spec.rank + distance) % spec.world_size
+            there = flag(table, PUSH, source, chunk, spec)
+            arrived = wait(there, epoch, digest, control, record, PUSH, source, chunk, patience, spec) & arrived
+        step = chunk * steps
+        end = tl.minimum(chunk * steps + steps, total)
+        while step < end:
+            row, real = step_rows(step, groups, spec)
+            _reduce_step(x, y, state, call, row, real, arrived, epoch, spec)
+            step += 1
+        tl.debug_barrier()
+        for distance in tl.static_range(1, spec.world_size):
+            peer: tl.constexpr = (spec.rank + distance) % spec.world_size
+            publish(workspace(table, peer), flag_slot(GATHER, spec.rank, chunk, spec), epoch, digest)
+        chunk += stride
+
+
+@triton.jit
+def _reduce_step(x, y, state, call, row, real, arrived, epoch, spec: tl.constexpr):
+    """One tile: add in rank order, round, hand over to gather, keep the rounding error."""
+    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    group = row.to(tl.int64) + spec.rank * groups
+    own = compensate(load_values(x, group, numel, spec), state, group, spec)
+    total = own
+    for source in tl.static_range(spec.world_size):
+        if source == spec.rank:
+            term = own
+        else:
+            here = landing(table, spec.rank, PUSH, source, epoch, half, area, spec)
+            term = load_codes(here, groups, row.to(tl.int64), arrived, spec)
+        total = term if source == 0 else total + term
+    scale, inverse, zero, offset, word, finite = fit(total, spec)
+    rounded = round_values(total, inverse, zero, offset, spec)
+    value = read_back(rounded, scale, offset, spec)
+    gather_step(y, value, rounded, zero, word, finite, row, real, call, epoch, spec)
+    if spec.residual == "local":
+        remember(total - value, scale, state, group, real, spec)

@@ -1,0 +1,243 @@
+"""Values to codes and back, in registers: the twin of `quant.grid`, `quant.codec` and `quant.packing`, bit for bit.
+
+A tile of groups is a tensor [rows, lanes, 8, pieces] of fp32 values (see `spec`), a grid a tensor [rows] a parameter. All arithmetic
+is IEEE fp32 without contraction (kernels are compiled with `enable_fp_fusion=False`); the two divisions a group needs are correctly
+rounded. Four tricks keep the instructions a value few; each is exact:
+
+  * rounding half to even is an addition of 1.5 * 2**23, which leaves level + 0x4B400000 in the bits of the sum;
+  * packing adds those bits up, shifted, and takes the constants out once a word (modulo 2**32);
+  * unpacking masks a code where it stands in the word, lets it be the mantissa of 2**23 + code * 2**position, subtracts
+    2**23 + zero * 2**position and scales by scale * 2**-position, an exact power of two away from the scale;
+  * level * scale is exact (at most 8 by 11 bits), so the fused multiply-add of the offset rounds once, as two operations would. Only a
+    product beyond fp32's range would tell the two apart; `asymmetric`, whose offset may have the other sign, keeps two operations.
+
+Source: docs/design.md, Section 4; the paper, Section 4.3.
+"""
+
+import triton
+import triton.language as tl
+
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
+MAGIC_BITS = tl.constexpr(0x4B400000)
+MANTISSA = tl.constexpr(0x4B000000)  # bits of 2**23
+
+
+@triton.jit
+def _max_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _min_nan(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def extent(x, spec: tl.constexpr):
+    """(smallest, largest) value of each group, [rows] fp32; NaN or Inf where a value is NaN."""
+    if spec.native:
+        low = tl.reduce(tl.reduce(tl.reduce(x, 3, _min_nan), 2, _min_nan), 1, _min_nan)
+        high = tl.reduce(tl.reduce(tl.reduce(x, 3, _max_nan), 2, _max_nan), 1, _max_nan)
+    else:  # the interpreter's maxima skip NaN
+        x = tl.where(x == x, x, float("inf"))
+        low = tl.min(tl.min(tl.min(x, 3), 2), 1)
+        high = tl.max(tl.max(tl.max(x, 3), 2), 1)
+    return low, high
+
+
+@triton.jit
+def round_up(x, spec: tl.constexpr):
+    """Bits (int32) of the smallest number of the 16-bit type that is not below x >= 0; Inf or beyond where x has none."""
+    if spec.half_qparams:
+        nearest = x.to(tl.float16)
+        bits = nearest.to(tl.int16, bitcast=True).to(tl.int32)
+        return tl.where(nearest.to(tl.float32) < x, bits + 1, bits) & 0x7FFF
+    return ((x.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32) & 0x7FFF
+
+
+@triton.jit
+def round_down(x, spec: tl.constexpr):
+    """Bits (int32, 0 to 0xFFFF) of the largest number of the 16-bit type that is not above x."""
+    if spec.half_qparams:
+        nearest = x.to(tl.float16)
+        bits = nearest.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        below = tl.where(bits == 0, 0x8001, tl.where(bits < 0x8000, bits - 1, bits + 1))
+        return tl.where(nearest.to(tl.float32) > x, below, bits)
+    bits = x.to(tl.uint32, bitcast=True)
+    return (tl.where(x < 0, bits + 0xFFFF, bits) >> 16).to(tl.int32)
+
+
+@triton.jit
+def widen(bits, spec: tl.constexpr):
+    """fp32 value of the 16-bit type's bits (int32, upper half ignored)."""
+    if spec.half_qparams:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def constant(value: tl.constexpr, spec: tl.constexpr):
+    """`value` for each group, [rows] fp32."""
+    return tl.full([spec.rows], value, tl.float32)
+
+
+@triton.jit
+def fit(x, spec: tl.constexpr):
+    """Grid of each group of a tile.
+
+    Returns:
+        scale, inverse, zero (a float), offset, word (qparams as they travel), finite; each [rows].
+    """
+    low, high = extent(x, spec)
+    if spec.symmetric:
+        raw = tl.math.div_rn(tl.maximum(high, -low), constant(spec.limit, spec))
+        one_sided = low != low
+        offset_bits = low.to(tl.int32, bitcast=True) & 0
+    else:
+        offset_bits = round_down(low, spec)
+        if spec.policy == "zero_aware":
+            one_sided = (low > 0) | (high < 0)
+            floor = tl.where(one_sided, widen(offset_bits, spec), low)
+        else:
+            one_sided = low == low
+            floor = widen(offset_bits, spec)
+        raw = tl.math.div_rn(0.5 * high - 0.5 * floor, constant(0.5 * spec.top, spec))
+    return _finish(raw, low, one_sided, offset_bits, spec)
+
+
+@triton.jit
+def _finish(raw, low, one_sided, offset_bits, spec: tl.constexpr):
+    """Round the scale up, mark non-finite groups, place the zero point, and put the wire word together."""
+    bits = round_up(raw, spec)
+    if spec.half_qparams:
+        infinite: tl.constexpr = 0x7C00
+        nan: tl.constexpr = 0x7E00
+    else:
+        infinite: tl.constexpr = 0x7F80
+        nan: tl.constexpr = 0x7FC0
+        bits = tl.where((bits > 0) & (bits < 0x80), 0x80, bits)  # 2**-126: the reciprocal stays finite
+    finite = (bits < infinite) & (raw == raw)
+    if not spec.symmetric:
+        finite = finite & (~one_sided | ((offset_bits & 0x7FFF) < infinite))
+        one_sided = one_sided & finite
+    bits = tl.where(finite, bits, nan)
+    scale = widen(bits, spec)
+    inverse = tl.where(bits == 0, 0.0, tl.math.div_rn(constant(1.0, spec), tl.where(bits == 0, 1.0, scale)))
+    if spec.symmetric:
+        zero = constant(spec.limit, spec)
+        offset = constant(0.0, spec)
+        word = bits
+    else:
+        centred = (-low * inverse + MAGIC) - MAGIC
+        centred = tl.minimum(tl.maximum(centred, 0.0), spec.top * 1.0)
+        zero = tl.where(one_sided | ~finite, 0.0, centred)
+        offset = tl.where(one_sided, widen(offset_bits, spec), 0.0)
+        word = tl.where(one_sided, bits | 0x8000 | (offset_bits << 16), bits | (zero.to(tl.int32) << 16))
+    return scale, inverse, zero, offset, word, finite
+
+
+@triton.jit
+def rows4(v):
+    """[rows] to [rows, 1, 1, 1]."""
+    return v[:, None, None, None]
+
+
+@triton.jit
+def round_values(x, inverse, zero, offset, spec: tl.constexpr):
+    """Levels of a tile's values plus MAGIC, fp32: half to even, clipped at the upper end only."""
+    if spec.symmetric:
+        rounded = x * rows4(inverse) + MAGIC
+        return tl.minimum(rounded, MAGIC + spec.limit)
+    rounded = (x - rows4(offset)) * rows4(inverse) + MAGIC
+    return tl.minimum(rounded, rows4(spec.top - zero + MAGIC))
+
+
+@triton.jit
+def reconstruct(level, scale, offset, spec: tl.constexpr):
+    """Value of each level; scale and offset broadcast against it."""
+    if spec.symmetric:
+        return level * scale
+    if spec.policy == "asymmetric":
+        return level * scale + offset
+    return tl.fma(level, scale, offset)
+
+
+@triton.jit
+def read_back(rounded, scale, offset, spec: tl.constexpr):
+    """What every receiver will read for the values that `round_values` rounded."""
+    return reconstruct(rounded - MAGIC, rows4(scale), rows4(offset), spec)
+
+
+@triton.jit
+def pack(rounded, zero, finite, index: tl.constexpr, spec: tl.constexpr):
+    """Plane `index` of the codes of a tile: its words [rows, lanes, pieces], int32, one a chunk.
+
+    An 8-bit plane has two words a chunk: index 0 and 1 are the words of the lower and the upper four values.
+    """
+    width: tl.constexpr = spec.planes[0] if spec.bits == 8 else spec.planes[index]
+    bits = rounded.to(tl.int32, bitcast=True)
+    unshift = zero.to(tl.int32) - MAGIC_BITS
+    e = tl.arange(0, 8)[None, None, :, None]
+    if spec.bits == 8:
+        inside = (e // 4) == index
+        word = tl.sum(tl.where(inside, bits << (8 * (e % 4)), 0), 2)
+        word += (unshift * 0x01010101)[:, None, None]
+    elif len(spec.planes) == 1:
+        ones: tl.constexpr = 0x11111111 if width == 4 else 0x5555
+        word = tl.sum(bits << (width * e), 2) + (unshift * ones)[:, None, None]
+    else:
+        shift: tl.constexpr = sum(spec.planes[:index])
+        code = ((bits + rows4(unshift)) >> shift) & ((1 << width) - 1)
+        word = tl.sum(code << (width * e), 2)
+    return tl.where(finite[:, None, None], word, 0)
+
+
+@triton.jit
+def read_word(word, spec: tl.constexpr):
+    """Grid of each group from its wire word: scale, zero (a float), offset; each [rows]."""
+    if spec.symmetric:
+        return widen(word & 0x7FFF, spec), constant(spec.limit, spec), constant(0.0, spec)
+    one_sided = (word & 0x8000) != 0
+    second = (word >> 16) & 0xFFFF
+    scale = widen(word & 0x7FFF, spec)
+    zero = tl.where(one_sided, 0.0, second.to(tl.float32))
+    offset = tl.where(one_sided, widen(second, spec), 0.0)
+    return scale, zero, offset
+
+
+@triton.jit
+def unpack_words(first, second, word, spec: tl.constexpr):
+    """Values of a tile from its code words and qparams.
+
+    Args:
+        first: plane 0, int32 [rows, lanes, pieces]; for 8 bits the lower four values of each chunk.
+        second: for 8 bits the upper four values, else unused.
+        word: qparams, int32 [rows].
+    Returns:
+        fp32 [rows, lanes, 8, pieces]. Single-plane widths 4 and 8 only.
+    """
+    scale, zero, offset = read_word(word, spec)
+    e = tl.arange(0, 8)[None, None, :, None]
+    if spec.bits == 8:
+        part = e % 4
+        source = tl.where(e < 4, first[:, :, None, :], second[:, :, None, :])
+        source = tl.where(part < 2, source, source >> 16)
+        position = 8 * (part % 2)
+        mask = 255 << position
+    else:
+        source = tl.where(e < 5, first[:, :, None, :], first[:, :, None, :] >> 20)
+        position = 4 * (e % 5)
+        mask = 15 << position
+    raised = ((source & mask) | MANTISSA).to(tl.float32, bitcast=True)
+    factor = (1 << position).to(tl.float32)
+    base = 8388608.0 + rows4(zero) * factor
+    inverse_factor = ((127 << 23) - (position << 23)).to(tl.float32, bitcast=True)
+    return reconstruct(raised - base, rows4(scale) * inverse_factor, rows4(offset), spec)
+
+
+@triton.jit
+def unpack_codes(code, word, spec: tl.constexpr):
+    """Values of a tile from whole codes, int32 [rows, lanes, 8, pieces] (multi-plane widths)."""
+    scale, zero, offset = read_word(word, spec)
+    level = (code | MANTISSA).to(tl.float32, bitcast=True) - 8388608.0 - rows4(zero)
+    return reconstruct(level, rows4(scale), rows4(offset), spec)

@@ -1,0 +1,183 @@
+"""What a kernel is specialized for: one frozen object, passed as a compile-time constant.
+
+Everything that shapes the machine code stands here and nothing else does; sizes, addresses and limits that change from call to call are
+run-time arguments, so that a new size compiles nothing. This module imports no Triton, so that schedules can be made and tested
+without it.
+
+How a thread holds a group. A group of g values is cut into chunks of 8 consecutive values, the longest piece of 16-bit data that one
+16-byte load brings in. `lanes` threads share a group and each holds `pieces` chunks: thread t has chunks t, t + lanes, t + 2 lanes ...,
+so that neighbouring threads read neighbouring chunks. Many values a thread make the arithmetic that is done once a group (two IEEE
+divisions, the rounding of scale and offset) cheap, and leave few shuffles. The words of a thread travel side by side, so that it
+sends and reads them 16 bytes at a time: on the wire the chunks of a group are transposed (`wire_chunk`), the planes and qparams are
+those of `quant.packing`.
+
+Source: docs/kernels.md; docs/design.md, Section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+#: Widths of the planes that carry a code, lowest bits first; the same table as `quant.packing.PLANES` (a test compares them).
+PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+
+CHUNK = 8
+
+#: Flags a (stage, source) pair has: the most chunks that one call may cut a segment into.
+SLOTS = 4096
+
+#: Bytes that a rank leaves in each peer's workspace to say what it called, one entry a (buffer half, source); see `runtime.workspace`.
+CARD_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Compile-time constants of one kernel.
+
+    Attributes:
+        world_size: ranks, P.
+        rank: this rank in its group.
+        bits: 2 to 8.
+        group_size: values per group, g: 16 to 256.
+        policy: `symmetric`, `asymmetric` or `zero_aware`.
+        rotate: Hadamard rotation inside each group.
+        half_qparams: qparams are fp16 (else bf16).
+        dtype: of the data: `bf16`, `fp16` or `fp32`.
+        even: the tensor fills its segments, no value is padding.
+        residual: `none`, `local` or `group`.
+        averages: moving averages kept: 0, 1 or 2.
+        plain: the correction is the one average itself (weight 1).
+        decaying: bit j says that average j has a decay other than 0.
+        state: `fp32`, `bf16`, `float8_e4m3` or `float8_e5m2`.
+        first: first site of a pass: the stored averages count as zero and are not read.
+        rows: groups that a block handles at a time, a power of two.
+        native: use instructions that the interpreter lacks (NaN-propagating maxima, 16-bit and 8-bit float conversions, the clock).
+        native_float8: likewise for the float8 conversions, which need compute capability 8.9.
+    """
+
+    world_size: int
+    rank: int
+    bits: int = 4
+    group_size: int = 128
+    policy: str = "zero_aware"
+    rotate: bool = False
+    half_qparams: bool = False
+    dtype: str = "bf16"
+    even: bool = True
+    residual: str = "none"
+    averages: int = 0
+    plain: bool = True
+    decaying: int = 0
+    state: str = "bf16"
+    first: bool = True
+    rows: int = 32
+    native: bool = True
+    native_float8: bool = True
+
+    @property
+    def pieces(self) -> int:
+        """Chunks of 8 values that a thread holds of each group: 1, 2 or 4."""
+        return max(1, min(4, self.group_size // 32))
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a group."""
+        return self.group_size // (CHUNK * self.pieces)
+
+    @property
+    def norm(self) -> float:
+        """Factor that makes the Hadamard matrix orthonormal."""
+        return 1.0 / math.sqrt(self.group_size)
+
+    @property
+    def lane_stages(self) -> int:
+        """log2(lanes)."""
+        return self.lanes.bit_length() - 1
+
+    @property
+    def piece_stages(self) -> int:
+        """log2(pieces)."""
+        return self.pieces.bit_length() - 1
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Widths of the code planes."""
+        return PLANES[self.bits]
+
+    @property
+    def top(self) -> int:
+        """Largest code, 2**bits - 1."""
+        return (1 << self.bits) - 1
+
+    @property
+    def limit(self) -> int:
+        """Largest magnitude of a symmetric code."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def symmetric(self) -> bool:
+        """One 16-bit parameter a group instead of two."""
+        return self.policy == "symmetric"
+
+    @property
+    def slots(self) -> int:
+        """Flags a (stage, source) pair has."""
+        return SLOTS
+
+    @property
+    def cards_at(self) -> int:
+        """Byte offset of the cards in a workspace."""
+        return flag_bytes(self.world_size)
+
+    @property
+    def data_at(self) -> int:
+        """Byte offset of the data in a workspace."""
+        return data_offset(self.world_size)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a group's codes."""
+        return self.group_size * self.bits // 8
+
+    @property
+    def qparams_bytes(self) -> int:
+        """Bytes of a group's qparams."""
+        return 2 if self.symmetric else 4
+
+    @property
+    def float8(self) -> bool:
+        """The state is stored in 8 bits with one exponent a group."""
+        return self.state.startswith("float8")
+
+    def bounded(self, index: int) -> bool:
+        """The float8 exponent of average `index` follows from the step (local residual, no decay); else from the data."""
+        return self.residual == "local" and not self.decays(index)
+
+    def decays(self, index: int) -> bool:
+        """Whether average `index` keeps part of its old value."""
+        return bool(self.decaying >> index & 1)
+
+    def with_rows(self, rows: int) -> Spec:
+        """The same kernel at another block size."""
+        return replace(self, rows=rows)
+
+
+def flag_bytes(world_size: int) -> int:
+    """Bytes of the flags at the start of a workspace: two stages, one int64 a (source, chunk)."""
+    return 2 * world_size * SLOTS * 8
+
+
+def data_offset(world_size: int) -> int:
+    """Where the data begins in a workspace, behind flags and cards; a multiple of 128."""
+    return flag_bytes(world_size) + -(-2 * world_size * CARD_BYTES // 128) * 128
+
+
+def landing_bytes(spec: Spec, groups: int) -> int:
+    """Bytes of a landing area that holds the codes and qparams of `groups` groups: code planes, then qparams, both 16-byte aligned."""
+    return -(-groups * spec.code_bytes // 16) * 16 + -(-groups * spec.qparams_bytes // 16) * 16
+
+
+def wire_chunk(spec: Spec, chunk: int) -> int:
+    """Place of chunk `chunk` (8 consecutive values) of a group among the chunks of that group on the wire."""
+    return (chunk % spec.lanes) * spec.pieces + chunk // spec.lanes

@@ -1,0 +1,44 @@
+"""The paper's schedule: one launch a stage and tile, ordered by streams and events inside a rank and by flags between ranks.
+
+Slower than `two_shot` wherever both were measured (docs/kernels.md), because every tile pays launches and drains the device; kept as
+the documented alternative, as the slow twin that runs the same stages, and because tests can run one stage of all ranks at a time.
+
+Source: the paper, Appendix C (stream and event schedule).
+"""
+
+import triton
+import triton.language as tl
+
+from echoreduce.kernels.push import push
+from echoreduce.kernels.reduce import reduce
+from echoreduce.kernels.signal import EPOCH, finish
+from echoreduce.kernels.tail import tail
+
+RUNTIME = ["numel", "groups", "half", "area", "digest", "code", "patience", "steps", "start", "stop"]
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def stage_kernel(
+    x, y, m0, e0, m1, e1, w0, w1, d0, r0, d1, r1,
+    table, control, record, numel, groups, half, area, digest, code, patience, steps, start, stop,
+    stage: tl.constexpr, last: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """One stage (`push`, `reduce` with gather, or `tail`) of one tile: chunks start .. stop - 1; `last` ends the call.
+
+    The launches of a call must end in order (stream, event), so that all of them see the same epoch.
+    """
+    epoch = tl.load(control + EPOCH) + 1
+    state = (m0, e0, m1, e1, w0, w1, d0, r0, d1, r1)
+    call = (
+        table, control, record, numel.to(tl.int64), groups.to(tl.int64), half.to(tl.int64), area.to(tl.int64),
+        digest, patience.to(tl.int64), steps,
+    )  # fmt: skip
+    first = start + tl.program_id(0)
+    if stage == "push":
+        push(first, stop, tl.num_programs(0), x, state, call, code, epoch, spec)
+    if stage == "reduce":
+        reduce(first, stop, tl.num_programs(0), x, y, state, call, epoch, spec)
+    if stage == "tail":
+        tail(first, stop, tl.num_programs(0), y, call, epoch, spec)
+    if last:
+        finish(control, epoch)

@@ -1,0 +1,34 @@
+"""Tail: read the rounded sums that arrive from the other owners (the paper, Section 4.2)."""
+
+import triton
+import triton.language as tl
+
+from echoreduce.kernels.gather import leave
+from echoreduce.kernels.place import GATHER, flag, landing
+from echoreduce.kernels.signal import wait
+from echoreduce.kernels.tile import load_codes, step_rows
+
+
+@triton.jit
+def tail(first, stop, stride, y, call, epoch, spec: tl.constexpr):
+    """One block's share of the tail stage: chunks first, first + stride, ... below stop of every other rank's segment.
+
+    Waits for: (GATHER, owner, chunk) >= epoch, acquire.sys. Reads: codes of the sums. Writes: the output outside the own segment.
+    """
+    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    total = tl.cdiv(groups, spec.rows)
+    chunk = first
+    while chunk < stop:
+        for distance in tl.static_range(1, spec.world_size):
+            owner: tl.constexpr = (spec.rank + distance) % spec.world_size
+            there = flag(table, GATHER, owner, chunk, spec)
+            arrived = wait(there, epoch, digest, control, record, GATHER, owner, chunk, patience, spec)
+            here = landing(table, spec.rank, GATHER, owner, epoch, half, area, spec)
+            step = chunk * steps
+            end = tl.minimum(chunk * steps + steps, total)
+            while step < end:
+                row, real = step_rows(step, groups, spec)
+                value = load_codes(here, groups, row.to(tl.int64), arrived, spec)
+                leave(y, value, row.to(tl.int64) + owner * groups, real, numel, spec)
+                step += 1
+        chunk += stride

@@ -1,0 +1,211 @@
+"""Tiles between memory and registers: values of the caller's tensor, feedback state, codes and qparams of the workspace.
+
+One step of a block is `spec.rows` consecutive groups of one segment. The last step of a segment may reach beyond it: its surplus rows
+read what the last group reads and write nothing. Where the tensor ends inside a segment (`spec.even` is false), missing values repeat
+the tensor's last value, as in `partition`.
+
+Source: docs/kernels.md.
+"""
+
+import triton
+import triton.language as tl
+
+from echoreduce.kernels.rounding import pack, unpack_codes, unpack_words
+
+
+@triton.jit
+def step_rows(step, groups, spec: tl.constexpr):
+    """Groups of a step inside its segment: (index clamped to the last group, whether it is a group of the segment); [rows]."""
+    row = step * spec.rows + tl.arange(0, spec.rows)
+    return tl.minimum(row, groups - 1), row < groups
+
+
+@triton.jit
+def lane_offsets(spec: tl.constexpr):
+    """Offset of each value of a thread's first chunk inside its group, int32 [1, lanes, 8]."""
+    return tl.arange(0, spec.lanes)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+
+
+@triton.jit
+def gather_pieces(a, b, c, d, spec: tl.constexpr):
+    """Chunks of a tile, each [rows, lanes, 8], to one tensor [rows, lanes, 8, pieces]; as many are used as there are pieces."""
+    if spec.pieces == 4:
+        return tl.join(tl.join(a, c), tl.join(b, d)).reshape(spec.rows, spec.lanes, 8, 4)
+    if spec.pieces == 2:
+        return tl.join(a, b)
+    return a[:, :, :, None]
+
+
+@triton.jit
+def part_pieces(x, spec: tl.constexpr):
+    """Inverse of `gather_pieces`; unused ones repeat the first."""
+    if spec.pieces == 4:
+        ac, bd = tl.split(x.reshape(spec.rows, spec.lanes, 8, 2, 2))
+        a, c = tl.split(ac)
+        b, d = tl.split(bd)
+        return a, b, c, d
+    if spec.pieces == 2:
+        a, b = tl.split(x)
+        return a, b, a, b
+    a = x.reshape(spec.rows, spec.lanes, 8)
+    return a, a, a, a
+
+
+@triton.jit
+def to_fp32(x, spec: tl.constexpr):
+    """Data as fp32, exactly."""
+    if spec.dtype == "bf16" and not spec.native:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def from_fp32(x, spec: tl.constexpr):
+    """fp32 to the data's type, rounded half to even."""
+    if spec.dtype == "fp32":
+        return x
+    if spec.dtype == "fp16":
+        return x.to(tl.float16)
+    return to_bf16(x, spec)
+
+
+@triton.jit
+def to_bf16(x, spec: tl.constexpr):
+    """fp32 to bf16, rounded half to even; the interpreter's own conversion cuts off."""
+    if spec.native:
+        return x.to(tl.bfloat16)
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def load_values(x, group, numel, spec: tl.constexpr):
+    """Values of the groups `group` (int64 [rows], counted in the padded tensor) as fp32 [rows, lanes, 8, pieces].
+
+    Reads each value once; one 16-byte load a chunk of 16-bit data.
+    """
+    start = (group * spec.group_size)[:, None, None] + lane_offsets(spec)
+    stride: tl.constexpr = spec.lanes * 8
+    last: tl.constexpr = spec.pieces - 1
+    two: tl.constexpr = last if last < 1 else 1
+    three: tl.constexpr = last if last < 2 else 2
+    if spec.even:
+        a = tl.load(x + start)
+        b = tl.load(x + (start + two * stride))
+        c = tl.load(x + (start + three * stride))
+        d = tl.load(x + (start + last * stride))
+    elif (tl.max(group, 0) + 1) * spec.group_size <= numel:
+        a = tl.load(x + start)
+        b = tl.load(x + (start + two * stride))
+        c = tl.load(x + (start + three * stride))
+        d = tl.load(x + (start + last * stride))
+    else:
+        end = numel - 1
+        a = tl.load(x + tl.minimum(start, end))
+        b = tl.load(x + tl.minimum(start + two * stride, end))
+        c = tl.load(x + tl.minimum(start + three * stride, end))
+        d = tl.load(x + tl.minimum(start + last * stride, end))
+    return to_fp32(gather_pieces(a, b, c, d, spec), spec)
+
+
+@triton.jit
+def store_values(y, group, real, numel, value, spec: tl.constexpr):
+    """Write a tile's values (fp32) to the caller's tensor in its own type; padding and surplus rows are left out."""
+    start = (group * spec.group_size)[:, None, None] + lane_offsets(spec)
+    stride: tl.constexpr = spec.lanes * 8
+    a, b, c, d = part_pieces(from_fp32(value, spec), spec)
+    if spec.even:
+        keep = real[:, None, None]
+        _store_pieces(y + start, a, b, c, d, keep, keep, keep, keep, stride, spec)
+    elif (tl.max(group, 0) + 1) * spec.group_size <= numel:
+        keep = real[:, None, None]
+        _store_pieces(y + start, a, b, c, d, keep, keep, keep, keep, stride, spec)
+    else:
+        room = tl.where(real[:, None, None], numel - start, 0)
+        _store_pieces(y + start, a, b, c, d, room > 0, room > stride, room > 2 * stride, room > 3 * stride, stride, spec)
+
+
+@triton.jit
+def _store_pieces(where, a, b, c, d, ka, kb, kc, kd, stride: tl.constexpr, spec: tl.constexpr):
+    tl.store(where, a, mask=ka)
+    if spec.pieces > 1:
+        tl.store(where + stride, b, mask=kb)
+    if spec.pieces > 2:
+        tl.store(where + 2 * stride, c, mask=kc)
+        tl.store(where + 3 * stride, d, mask=kd)
+
+
+@triton.jit
+def words_of(row, spec: tl.constexpr):
+    """Offset of each word of a tile in a plane with one word a chunk, int64 [rows, lanes, pieces]; a thread's words are neighbours."""
+    lane = tl.arange(0, spec.lanes)[None, :, None] * spec.pieces + tl.arange(0, spec.pieces)[None, None, :]
+    return (row * (spec.lanes * spec.pieces))[:, None, None] + lane
+
+
+@triton.jit
+def qparams_at(landing, groups, spec: tl.constexpr):
+    """Address of the qparams of a landing area of `groups` groups: behind the codes, at a multiple of 16 bytes."""
+    return landing + (groups * spec.code_bytes + 15) // 16 * 16
+
+
+@triton.jit
+def store_codes(landing, groups, row, real, rounded, zero, word, finite, spec: tl.constexpr):
+    """Write a tile's codes and qparams to one landing area.
+
+    Args:
+        landing: address of the area, int64, 16-byte aligned; code planes first, qparams after `groups` groups of them.
+        row: int64 [rows], groups inside the area; `real` says which are written.
+    """
+    at = words_of(row, spec)
+    keep = real[:, None, None]
+    if spec.bits == 8:
+        plane = tl.multiple_of(landing, 16).to(tl.pointer_type(tl.int32))
+        at = words_of(2 * row, spec)
+        tl.store(plane + at, pack(rounded, zero, finite, 0, spec), mask=keep)
+        tl.store(plane + at + spec.lanes * spec.pieces, pack(rounded, zero, finite, 1, spec), mask=keep)
+    else:
+        for index in tl.static_range(len(spec.planes)):
+            kind: tl.constexpr = tl.int8 if spec.planes[index] == 1 else (tl.int16 if spec.planes[index] == 2 else tl.int32)
+            before: tl.constexpr = spec.group_size * sum(spec.planes[:index]) // 8
+            plane = tl.multiple_of(landing + groups * before, 16).to(tl.pointer_type(kind))
+            tl.store(plane + at, pack(rounded, zero, finite, index, spec).to(kind), mask=keep)
+    store_word(landing, groups, row, real, word, spec)
+
+
+@triton.jit
+def store_word(landing, groups, row, real, word, spec: tl.constexpr):
+    """Write the qparams of a tile's groups."""
+    if spec.symmetric:
+        tl.store(qparams_at(landing, groups, spec).to(tl.pointer_type(tl.int16)) + row, word.to(tl.int16), mask=real)
+    else:
+        tl.store(qparams_at(landing, groups, spec).to(tl.pointer_type(tl.int32)) + row, word, mask=real)
+
+
+@triton.jit
+def load_codes(landing, groups, row, arrived, spec: tl.constexpr):
+    """What a landing area holds for a tile's groups, fp32 [rows, lanes, 8, pieces]; NaN if `arrived` is false (a wait was given up)."""
+    at = words_of(row, spec)
+    qparams = qparams_at(landing, groups, spec)
+    if spec.symmetric:
+        word = tl.load(qparams.to(tl.pointer_type(tl.int16)) + row).to(tl.int32)
+    else:
+        word = tl.load(qparams.to(tl.pointer_type(tl.int32)) + row)
+    word = tl.where(arrived, word, 0x7E00 if spec.half_qparams else 0x7FC0)
+    if spec.bits == 8:
+        plane = tl.multiple_of(landing, 16).to(tl.pointer_type(tl.int32))
+        at = words_of(2 * row, spec)
+        return unpack_words(tl.load(plane + at), tl.load(plane + at + spec.lanes * spec.pieces), word, spec)
+    if spec.bits == 4:
+        words = tl.load(tl.multiple_of(landing, 16).to(tl.pointer_type(tl.int32)) + at)
+        return unpack_words(words, words, word, spec)
+    code = tl.zeros([spec.rows, spec.lanes, 8, spec.pieces], tl.int32)
+    e = tl.arange(0, 8)[None, None, :, None]
+    for index in tl.static_range(len(spec.planes)):
+        width: tl.constexpr = spec.planes[index]
+        kind: tl.constexpr = tl.int8 if width == 1 else (tl.int16 if width == 2 else tl.int32)
+        before: tl.constexpr = sum(spec.planes[:index])
+        plane = tl.multiple_of(landing + groups * (spec.group_size * before // 8), 16).to(tl.pointer_type(kind))
+        words = tl.load(plane + at).to(tl.int32)
+        code |= ((words[:, :, None, :] >> (width * e)) & ((1 << width) - 1)) << before
+    return unpack_codes(code, word, spec)
