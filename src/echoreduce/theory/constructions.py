@@ -93,8 +93,9 @@ class Amplifying(Ray):
         along = self.c / self.scales(sites)[:sites]
         growth = np.concatenate((np.cumprod((1.0 + along)[::-1])[::-1], [1.0]))
         source = growth[2:] * along[1:]  # Phi_{N,t+2} J_{t+1} along e, t = 0 .. N - 2
-        carried = np.convolve(source[::-1], phi)[: sites - 1][::-1]
-        amplified = phi[::-1] + np.concatenate((carried, [0.0]))
+        amplified = phi[::-1].copy()
+        if sites > 1:
+            amplified[:-1] += np.convolve(source[::-1], phi)[: sites - 1][::-1]
         return float(q**2 / self.dim * (np.sum(amplified**2) + (self.dim - 1) * np.sum(phi**2)))
 
     def exponent(self, sites: int) -> float:

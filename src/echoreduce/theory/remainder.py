@@ -64,16 +64,30 @@ def proposition_1(feedback: FeedbackConfig, constants: NetworkConstants, q: floa
 
 
 def proposition_1_sharp(feedback: FeedbackConfig, constants: NetworkConstants, q: float, scales: ArrayLike, sites: int, p: float) -> float:
-    """Proposition 1 before sum 1/sigma_{n+1} is bounded: 2 h_bar kappa_p**2 e**(Lambda/2) q_bar**2 sqrt(d) sigma_N sum_n 1/sigma_{n+1}.
+    """Proposition 1 before its sum over 1/sigma_{n+1} is bounded: `stopped_remainder` at the limit 2 kappa_p q_bar sqrt(d).
 
     Args:
         scales: sigma_0 .. sigma_N, shape [N + 1].
     """
+    if np.shape(scales) != (sites + 1,):
+        raise ShapeError(f"scales are sigma_0 .. sigma_N, shape [{sites + 1}], got {np.shape(scales)}")
+    limit = 2.0 * np.sqrt(kappa_squared(feedback, constants, sites, p) * constants.dim) * constants.relative_step(q)
+    return stopped_remainder(constants, float(limit), scales)
+
+
+def stopped_remainder(constants: NetworkConstants, limit: float, scales: ArrayLike) -> float:
+    """The step of Proposition 1's proof for any limit l: passes that stop where ||E_n|| > l sigma_n have a second-order part of root
+    mean square norm at most e**(Lambda/2) sigma_N sum_n (h_bar l**2 / (2 sqrt(d))) / sigma_{n+1}.
+
+    With a measured limit this is the useful form: kappa_p is an order of magnitude above what happens (docs/theory.md).
+
+    Args:
+        limit: l, in units of sigma_n (not of a norm per entry).
+        scales: sigma_0 .. sigma_N, shape [N + 1].
+    """
     sigma = np.asarray(scales, dtype=np.float64)
-    if sigma.shape != (sites + 1,):
-        raise ShapeError(f"scales are sigma_0 .. sigma_N, shape [{sites + 1}], got {sigma.shape}")
-    one = 2.0 * constants.curvature * kappa_squared(feedback, constants, sites, p) * constants.relative_step(q) ** 2
-    return float(one * np.exp(constants.budget / 2.0) * np.sqrt(constants.dim) * sigma[-1] * np.sum(1.0 / sigma[1:]))
+    one = constants.curvature * limit**2 / (2.0 * np.sqrt(constants.dim))
+    return float(np.exp(constants.budget / 2.0) * sigma[-1] * one * np.sum(1.0 / sigma[1:]))
 
 
 def truncation_probability(feedback: FeedbackConfig, constants: NetworkConstants, q: float, sites: int, p: float) -> float:
