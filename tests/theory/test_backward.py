@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from theory.settings import ALL, FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
 from echoreduce.config import NO_FEEDBACK
 from echoreduce.errors import ConfigError, ShapeError
 from echoreduce.theory import backward, bounds, stream
 from echoreduce.theory.bounds import NetworkConstants
+from theory.settings import ALL, FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
 Q, GAMMA = 0.3, 1.4
 full_gain = pytest.mark.parametrize("feedback", FULL_GAIN.values(), ids=FULL_GAIN)

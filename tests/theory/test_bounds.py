@@ -4,12 +4,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from theory.settings import ALL, FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
 from echoreduce.config import NO_FEEDBACK
 from echoreduce.errors import ConfigError, ShapeError
 from echoreduce.theory import bounds, constructions, network, stream
 from echoreduce.theory.weights import mean_age, tail_energy
+from theory.settings import ALL, FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
 Q, PASSES = 0.05, 2000
 NETWORKS = {

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from theory.settings import FULL_GAIN, PAPER_FULL, SINGLE
 
 from echoreduce.config import NO_FEEDBACK
 from echoreduce.theory import bounds, constructions, network, stream
 from echoreduce.theory.weights import tail, weight
+from theory.settings import FULL_GAIN, PAPER_FULL, SINGLE
 
 WITH_AND_WITHOUT = {**FULL_GAIN, "none": NO_FEEDBACK}
 any_setting = pytest.mark.parametrize("feedback", WITH_AND_WITHOUT.values(), ids=WITH_AND_WITHOUT)

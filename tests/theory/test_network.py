@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from theory.settings import ALL, SINGLE
 
 from echoreduce.errors import ConfigError, ShapeError
 from echoreduce.theory import network, stream
+from theory.settings import ALL, SINGLE
 
 SITES, DIM = 24, 16
 NETWORK = network.random_network(SITES, DIM, strength=0.8, seed=0)

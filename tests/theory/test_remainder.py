@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from theory.settings import FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
 from echoreduce.errors import ConfigError, ShapeError
 from echoreduce.theory import constructions, remainder, stream
 from echoreduce.theory.bounds import NetworkConstants, tail_constants
+from theory.settings import FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
 BLOCKS = constructions.Coherent(8, h=1.0)
 PASSES, P = 300, 0.1

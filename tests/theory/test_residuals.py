@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from theory.settings import ALL, PAPER, PAPER_FULL, SINGLE
 
 from echoreduce import reference
 from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
 from echoreduce.errors import ConfigError, ShapeError
 from echoreduce.theory import residuals
 from echoreduce.theory.residuals import Widths
+from theory.settings import ALL, PAPER, PAPER_FULL, SINGLE
 
 BF16 = 1.0 + 2.0**-7  # a scale is rounded up to bf16
 GROUP_SINGLE = replace(SINGLE, residual="group")
@@ -167,7 +167,7 @@ def test_deviations_never_leave_at_gain_one():
 
 
 def test_theorem_1_has_no_depth_independent_q_with_the_group_residual():
-    """Counterexample: ranks that contribute the same at every site. At gain one S_t grows with the group residual; not with the local one."""
+    """Counterexample: ranks that repeat their contribution: at gain one S_t grows with the group residual, not with the local one."""
     quant = QuantConfig(group_size=64)
     data = contributions("same", 56, 4)
     group, local, without = (play(data, f, quant) for f in (PAPER_FULL, replace(PAPER_FULL, residual="local"), NO_FEEDBACK))

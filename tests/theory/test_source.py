@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from theory.settings import ALL, FULL_GAIN, HALF, PAPER, PAPER_FULL, SINGLE
 
 from echoreduce.config import NO_FEEDBACK
 from echoreduce.errors import ConfigError, ShapeError
 from echoreduce.theory import source, stream, weights
+from theory.settings import ALL, FULL_GAIN, HALF, PAPER, PAPER_FULL, SINGLE
 
 SITES, DIM, Q = 120, 5, 0.7
 SEQUENCES = {

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from theory.settings import ALL, FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
 from echoreduce.config import NO_FEEDBACK, FeedbackConfig
 from echoreduce.errors import ConfigError
 from echoreduce.theory import weights
+from theory.settings import ALL, FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
 AGES = np.arange(2000)
 configs = st.builds(
