@@ -25,7 +25,8 @@ StateDType = Literal["fp32", "bf16", "float8_e4m3", "float8_e5m2"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
 Rescale = Literal["none", "backward"]
 
-GROUP_SIZES = (16, 32, 64, 128, 256)
+#: 2, 4 and 8 are for worked examples and tests; the kernels take 16 and more.
+GROUP_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def _one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
@@ -39,7 +40,7 @@ class QuantConfig:
 
     Attributes:
         bits: bits of a code, 2 to 8; 16 sends the values as they are (an exact pass-through).
-        group_size: consecutive values that share one scale: 16, 32, 64, 128 or 256.
+        group_size: consecutive values that share one scale: 16, 32, 64, 128 or 256 (smaller ones for worked examples).
         policy: `symmetric` (Eq. 8), `asymmetric` (grid anchored at the group's minimum), or `zero_aware` (integer zero point
             where the group straddles zero, the minimum as offset where it lies on one side; Section 4.3).
         rotation: `hadamard` turns each group by the orthonormal Walsh-Hadamard matrix before it is quantized.
@@ -58,6 +59,9 @@ class QuantConfig:
         _one_of("policy", self.policy, ("symmetric", "asymmetric", "zero_aware"))
         _one_of("rotation", self.rotation, ("none", "hadamard"))
         _one_of("qparams", self.qparams, ("auto", "bf16", "fp16"))
+        narrowest = {2: 2, 4: 4, 8: 8, 16: 8}.get(self.bits, 1)  # bits of the narrowest code plane, see `quant.packing`
+        if self.group_size * narrowest % 8:
+            raise ConfigError(f"groups of {self.group_size} values at {self.bits} bits do not fill whole bytes")
 
     def with_bits(self, bits: int) -> QuantConfig:
         """The same quantizer at another number of bits."""

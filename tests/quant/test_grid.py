@@ -1,0 +1,128 @@
+"""The grid always covers its group; parameters survive the wire; non-finite groups stay non-finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echoreduce import QuantConfig
+from echoreduce.errors import DTypeError
+from echoreduce.quant import codec
+from echoreduce.quant.grid import SMALLEST_BF16_SCALE, fit, from_wire, qparams_dtype, round_down, round_up, to_wire
+
+POLICIES = ("symmetric", "asymmetric", "zero_aware")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_round_up_and_down_are_the_neighbours(dtype: torch.dtype) -> None:
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    every = every[torch.isfinite(every)].sort().values.unique()
+    between = (every[:-1].double() + every[1:].double()).div(2).float()
+    inside = (between > every[:-1]) & (between < every[1:])
+    assert inside.sum() > 60000
+    down = round_down(between[inside], dtype)
+    assert torch.equal(down, every[:-1][inside])
+    positive = inside & (every[:-1] >= 0)
+    assert torch.equal(round_up(between[positive], dtype), every[1:][positive])
+    assert torch.equal(round_up(every[every >= 0], dtype), every[every >= 0])
+    assert torch.equal(round_down(every, dtype), every)
+
+
+values = st.floats(min_value=-3e4, max_value=3e4, width=32, allow_subnormal=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(values, min_size=16, max_size=16),
+    bits=st.integers(2, 8),
+    policy=st.sampled_from(POLICIES),
+    dtype=st.sampled_from(HALVES),
+    shift=st.sampled_from([0.0, 3.0, -2000.0, 60000.0]),
+)
+def test_every_value_is_within_half_a_step(data: list[float], bits: int, policy: str, dtype: torch.dtype, shift: float) -> None:
+    quant = QuantConfig(bits=bits, group_size=16, policy=policy, qparams="bf16" if dtype is torch.bfloat16 else "fp16")
+    groups = torch.tensor([data]) * (0.1 if shift else 1.0) + shift
+    grid = fit(groups, quant, dtype)
+    assert torch.isfinite(grid.scale).all()
+    restored = codec.dequantize(codec.quantize(groups, grid, quant), grid)
+    # Half a step, and the fp32 rounding of (x - offset), x * inverse and level * scale + offset.
+    slack = 4 * torch.finfo(torch.float32).eps * groups.abs().amax(-1, keepdim=True)
+    assert ((restored - groups).abs() <= 0.5 * grid.scale.unsqueeze(-1) * (1 + 1e-5) + slack).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.lists(values, min_size=32, max_size=32), bits=st.integers(2, 8), policy=st.sampled_from(POLICIES), dtype=st.sampled_from(HALVES))
+def test_parameters_survive_the_wire(data: list[float], bits: int, policy: str, dtype: torch.dtype) -> None:
+    quant = QuantConfig(bits=bits, group_size=16, policy=policy)
+    grid = fit(torch.tensor(data).reshape(2, 16), quant, dtype)
+    back = from_wire(to_wire(grid, quant, dtype), quant, dtype)
+    for name in ("scale", "inverse", "zero", "offset", "one_sided"):
+        assert torch.equal(getattr(grid, name), getattr(back, name)), name
+
+
+def test_zero_is_a_level_where_the_group_straddles_zero() -> None:
+    groups = torch.linspace(-0.37, 1.91, 128).reshape(1, -1)
+    groups[0, 5] = 0.0
+    grid = fit(groups, QuantConfig(), torch.bfloat16)
+    restored = codec.dequantize(codec.quantize(groups, grid, QuantConfig()), grid)
+    assert restored[0, 5] == 0.0
+    assert not grid.one_sided[0]
+    naive = QuantConfig(policy="asymmetric")
+    grid = fit(groups, naive, torch.bfloat16)
+    assert codec.dequantize(codec.quantize(groups, grid, naive), grid)[0, 5] != 0.0
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_far_one_sided_group_keeps_its_offset(dtype: torch.dtype) -> None:
+    groups = torch.linspace(2000, 2001, 128).reshape(1, -1)
+    grid = fit(groups, QuantConfig(), dtype)
+    assert grid.one_sided[0]
+    assert grid.offset[0] == 2000
+    restored = codec.dequantize(codec.quantize(groups, grid, QuantConfig()), grid)
+    assert (restored - groups).abs().max() <= 0.5 / 15 * 1.01
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_non_finite_value_marks_its_group_only(bad: float, policy: str, dtype: torch.dtype) -> None:
+    quant = QuantConfig(policy=policy)
+    groups = torch.randn(3, 128)
+    clean = codec.dequantize(codec.quantize(groups, fit(groups, quant, dtype), quant), fit(groups, quant, dtype))
+    groups[1, 77] = bad
+    grid = fit(groups, quant, dtype)
+    restored = codec.dequantize(codec.quantize(groups, grid, quant), grid)
+    assert restored[1].isnan().all()
+    assert torch.equal(restored[0], clean[0])
+    assert torch.equal(restored[2], clean[2])
+    back = from_wire(to_wire(grid, quant, dtype), quant, dtype)
+    assert back.scale[1].isnan()
+
+
+def test_no_bf16_group_over_or_underflows() -> None:
+    for amplitude in (3e38, 1e30, 1e-30, 1e-37):
+        groups = (torch.rand(1, 128) * 2 - 1) * amplitude
+        grid = fit(groups, QuantConfig(), torch.bfloat16)
+        restored = codec.dequantize(codec.quantize(groups, grid, QuantConfig()), grid)
+        assert torch.isfinite(restored).all()
+        assert (restored - groups).abs().max() <= grid.scale.max() * 0.5001
+        assert grid.scale.max() <= max(2 * amplitude / 15 * 1.01, SMALLEST_BF16_SCALE)
+
+
+def test_a_range_beyond_fp16_is_a_non_finite_group() -> None:
+    groups = torch.randn(2, 128) * 1e6
+    groups[1] = torch.randn(128)
+    grid = fit(groups, QuantConfig(), torch.float16)
+    assert grid.scale[0].isnan()
+    assert torch.isfinite(grid.scale[1])
+
+
+def test_other_dtypes_are_named() -> None:
+    with pytest.raises(DTypeError, match=r"torch\.float64"):
+        qparams_dtype(QuantConfig(), torch.float64)
+    assert qparams_dtype(QuantConfig(), torch.float32) is torch.bfloat16
+    assert qparams_dtype(QuantConfig(), torch.float16) is torch.float16
+    assert qparams_dtype(QuantConfig(qparams="fp16"), torch.float32) is torch.float16
