@@ -27,6 +27,7 @@ def push_all(first, stop, stride, x, state, call, code, epoch, spec: tl.constexp
     Reads: x, once; state, once. Writes: codes P times; state, once (local residual).
     Publishes: (PUSH, rank, chunk) = epoch in every rank's flags, release.sys after a block barrier. Waits for nothing.
     """
+    P: tl.constexpr = spec.world_size
     table, control, record, numel, groups, half, area, digest, patience, steps = call
     total = tl.cdiv(groups, spec.rows)
     chunk = first
@@ -39,28 +40,27 @@ def push_all(first, stop, stride, x, state, call, code, epoch, spec: tl.constexp
             value = compensate(load_values(x, group, numel, spec), state, group, spec)
             scale, inverse, zero, offset, word, finite = fit(value, spec)
             rounded = round_values(value, inverse, zero, offset, spec)
-            for distance in tl.static_range(1, spec.world_size + 1):
-                peer: tl.constexpr = (spec.rank + distance) % spec.world_size
-                there = landing(table, peer, PUSH, spec.rank, epoch, half, area, spec)
+            for distance in tl.static_range(1, P + 1):
+                there = landing(table, spec.peer(distance), PUSH, spec.rank, epoch, half, area, spec)
                 store_codes(there, groups, group, real, rounded, zero, word, finite, spec)
             if spec.residual == "local":
                 remember(value - read_back(rounded, scale, offset, spec), scale, state, group, real, spec)
             step += 1
         if chunk == 0:
-            for distance in tl.static_range(1, spec.world_size):
-                leave_card(table, (spec.rank + distance) % spec.world_size, numel, code, epoch, spec)
+            for distance in tl.static_range(1, P):
+                leave_card(table, spec.peer(distance), numel, code, epoch, spec)
         tl.debug_barrier()
-        for distance in tl.static_range(1, spec.world_size + 1):
-            peer: tl.constexpr = (spec.rank + distance) % spec.world_size
-            publish(workspace(table, peer), flag_slot(PUSH, spec.rank, chunk, spec), epoch, digest)
+        for distance in tl.static_range(1, P + 1):
+            publish(workspace(table, spec.peer(distance)), flag_slot(PUSH, spec.rank, chunk, spec), epoch, digest)
         chunk += stride
 
 
 @triton.jit
 def add_copies(table, groups, row, arrived, epoch, half, area, spec: tl.constexpr):
     """What the P copies of a tile stand for, added in rank order; fp32 [rows, lanes, 8, pieces]."""
+    P: tl.constexpr = spec.world_size
     total = load_codes(landing(table, spec.rank, PUSH, 0, epoch, half, area, spec), groups, row, arrived, spec)
-    for source in tl.static_range(1, spec.world_size):
+    for source in tl.static_range(1, P):
         here = landing(table, spec.rank, PUSH, source, epoch, half, area, spec)
         total += load_codes(here, groups, row, arrived, spec)
     return total
@@ -72,15 +72,15 @@ def add_all(first, stop, stride, y, call, epoch, spec: tl.constexpr):
 
     Reads: P copies of the codes. Writes: y, once.
     """
+    P: tl.constexpr = spec.world_size
     table, control, record, numel, groups, half, area, digest, patience, steps = call
     total = tl.cdiv(groups, spec.rows)
     chunk = first
     while chunk < stop:
         arrived = epoch == epoch
-        for distance in tl.static_range(1, spec.world_size + 1):
-            source: tl.constexpr = (spec.rank + distance) % spec.world_size
-            there = flag(table, PUSH, source, chunk, spec)
-            arrived = wait(there, epoch, digest, control, record, PUSH, source, chunk, patience, spec) & arrived
+        for distance in tl.static_range(1, P + 1):
+            there = flag(table, PUSH, spec.peer(distance), chunk, spec)
+            arrived = wait(there, epoch, digest, control, record, PUSH, spec.peer(distance), chunk, patience, spec) & arrived
         step = chunk * steps
         end = tl.minimum(chunk * steps + steps, total)
         while step < end:

@@ -17,27 +17,32 @@ def push(first, stop, stride, x, state, call, code, epoch, spec: tl.constexpr):
     Reads: values pushed, once; state, once. Writes: codes and qparams to the owner; state, once (local residual).
     Publishes: (PUSH, rank, chunk) = epoch in the owner's flags, release.sys after a block barrier. Waits for nothing.
     """
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
-    total = tl.cdiv(groups, spec.rows)
+    P: tl.constexpr = spec.world_size
     chunk = first
     while chunk < stop:
-        for distance in tl.static_range(1, spec.world_size):
-            owner: tl.constexpr = (spec.rank + distance) % spec.world_size
-            there = landing(table, owner, PUSH, spec.rank, epoch, half, area, spec)
-            step = chunk * steps
-            end = tl.minimum(chunk * steps + steps, total)
-            while step < end:
-                row, real = step_rows(step, groups, spec)
-                group = row.to(tl.int64) + owner * groups
-                value = compensate(load_values(x, group, numel, spec), state, group, spec)
-                scale, inverse, zero, offset, word, finite = fit(value, spec)
-                rounded = round_values(value, inverse, zero, offset, spec)
-                store_codes(there, groups, row.to(tl.int64), real, rounded, zero, word, finite, spec)
-                if spec.residual == "local":
-                    remember(value - read_back(rounded, scale, offset, spec), scale, state, group, real, spec)
-                step += 1
-            if chunk == 0:
-                leave_card(table, owner, numel, code, epoch, spec)
-            tl.debug_barrier()
-            publish(workspace(table, owner), flag_slot(PUSH, spec.rank, chunk, spec), epoch, digest)
+        for distance in tl.static_range(1, P):
+            _push_to(spec.peer(distance), chunk, x, state, call, code, epoch, spec)
         chunk += stride
+
+
+@triton.jit
+def _push_to(owner: tl.constexpr, chunk, x, state, call, code, epoch, spec: tl.constexpr):
+    """One chunk of one owner's segment."""
+    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    there = landing(table, owner, PUSH, spec.rank, epoch, half, area, spec)
+    step = chunk * steps
+    end = tl.minimum(step + steps, tl.cdiv(groups, spec.rows))
+    while step < end:
+        row, real = step_rows(step, groups, spec)
+        group = row.to(tl.int64) + owner * groups
+        value = compensate(load_values(x, group, numel, spec), state, group, spec)
+        scale, inverse, zero, offset, word, finite = fit(value, spec)
+        rounded = round_values(value, inverse, zero, offset, spec)
+        store_codes(there, groups, row.to(tl.int64), real, rounded, zero, word, finite, spec)
+        if spec.residual == "local":
+            remember(value - read_back(rounded, scale, offset, spec), scale, state, group, real, spec)
+        step += 1
+    if chunk == 0:
+        leave_card(table, owner, numel, code, epoch, spec)
+    tl.debug_barrier()
+    publish(workspace(table, owner), flag_slot(PUSH, spec.rank, chunk, spec), epoch, digest)

@@ -19,15 +19,15 @@ def reduce(first, stop, stride, x, y, state, call, epoch, spec: tl.constexpr):
     Reads: own values, once; P - 1 copies of codes; state, once. Writes: the output's own segment; codes of the sum to P - 1 peers; state.
     Publishes: (GATHER, rank, chunk) = epoch in every peer's flags, release.sys after a block barrier.
     """
+    P: tl.constexpr = spec.world_size
     table, control, record, numel, groups, half, area, digest, patience, steps = call
     total = tl.cdiv(groups, spec.rows)
     chunk = first
     while chunk < stop:
         arrived = epoch == epoch
-        for distance in tl.static_range(1, spec.world_size):
-            source: tl.constexpr = (spec.rank + distance) % spec.world_size
-            there = flag(table, PUSH, source, chunk, spec)
-            arrived = wait(there, epoch, digest, control, record, PUSH, source, chunk, patience, spec) & arrived
+        for distance in tl.static_range(1, P):
+            there = flag(table, PUSH, spec.peer(distance), chunk, spec)
+            arrived = wait(there, epoch, digest, control, record, PUSH, spec.peer(distance), chunk, patience, spec) & arrived
         step = chunk * steps
         end = tl.minimum(chunk * steps + steps, total)
         while step < end:
@@ -35,20 +35,20 @@ def reduce(first, stop, stride, x, y, state, call, epoch, spec: tl.constexpr):
             _reduce_step(x, y, state, call, row, real, arrived, epoch, spec)
             step += 1
         tl.debug_barrier()
-        for distance in tl.static_range(1, spec.world_size):
-            peer: tl.constexpr = (spec.rank + distance) % spec.world_size
-            publish(workspace(table, peer), flag_slot(GATHER, spec.rank, chunk, spec), epoch, digest)
+        for distance in tl.static_range(1, P):
+            publish(workspace(table, spec.peer(distance)), flag_slot(GATHER, spec.rank, chunk, spec), epoch, digest)
         chunk += stride
 
 
 @triton.jit
 def _reduce_step(x, y, state, call, row, real, arrived, epoch, spec: tl.constexpr):
     """One tile: add in rank order, round, hand over to gather, keep the rounding error."""
+    P: tl.constexpr = spec.world_size
     table, control, record, numel, groups, half, area, digest, patience, steps = call
     group = row.to(tl.int64) + spec.rank * groups
     own = compensate(load_values(x, group, numel, spec), state, group, spec)
     total = own
-    for source in tl.static_range(spec.world_size):
+    for source in tl.static_range(P):
         if source == spec.rank:
             term = own
         else:

@@ -18,21 +18,32 @@ def _pair(x):
 
 
 @triton.jit
+def _inside_chunk(x, h: tl.constexpr, spec: tl.constexpr):
+    x = x.reshape(spec.rows, spec.lanes, 8 // (2 * h), 2, h, spec.pieces).permute(0, 1, 2, 4, 5, 3)
+    return _pair(x).permute(0, 1, 2, 5, 3, 4).reshape(spec.rows, spec.lanes, 8, spec.pieces)
+
+
+@triton.jit
+def _across_lanes(x, h: tl.constexpr, spec: tl.constexpr):
+    x = x.reshape(spec.rows, spec.lanes // (2 * h), 2, h, 8, spec.pieces).permute(0, 1, 3, 4, 5, 2)
+    return _pair(x).permute(0, 1, 5, 2, 3, 4).reshape(spec.rows, spec.lanes, 8, spec.pieces)
+
+
+@triton.jit
+def _across_pieces(x, h: tl.constexpr, spec: tl.constexpr):
+    x = x.reshape(spec.rows, spec.lanes, 8, spec.pieces // (2 * h), 2, h).permute(0, 1, 2, 3, 5, 4)
+    return _pair(x).permute(0, 1, 2, 3, 5, 4).reshape(spec.rows, spec.lanes, 8, spec.pieces)
+
+
+@triton.jit
 def hadamard(x, spec: tl.constexpr):
     """Turn each group of a tile [rows, lanes, 8, pieces] by the orthonormal Walsh-Hadamard matrix."""
-    R: tl.constexpr = spec.rows
-    L: tl.constexpr = spec.lanes
-    J: tl.constexpr = spec.pieces
+    crossings: tl.constexpr = spec.lane_stages
+    joints: tl.constexpr = spec.piece_stages
     for stage in tl.static_range(3):
-        h: tl.constexpr = 1 << stage
-        x = x.reshape(R, L, 8 // (2 * h), 2, h, J).permute(0, 1, 2, 4, 5, 3)
-        x = _pair(x).permute(0, 1, 2, 5, 3, 4).reshape(R, L, 8, J)
-    for stage in tl.static_range(spec.lane_stages):
-        h: tl.constexpr = 1 << stage
-        x = x.reshape(R, L // (2 * h), 2, h, 8, J).permute(0, 1, 3, 4, 5, 2)
-        x = _pair(x).permute(0, 1, 5, 2, 3, 4).reshape(R, L, 8, J)
-    for stage in tl.static_range(spec.piece_stages):
-        h: tl.constexpr = 1 << stage
-        x = x.reshape(R, L, 8, J // (2 * h), 2, h).permute(0, 1, 2, 3, 5, 4)
-        x = _pair(x).permute(0, 1, 2, 3, 5, 4).reshape(R, L, 8, J)
+        x = _inside_chunk(x, 1 << stage, spec)
+    for stage in tl.static_range(crossings):
+        x = _across_lanes(x, 1 << stage, spec)
+    for stage in tl.static_range(joints):
+        x = _across_pieces(x, 1 << stage, spec)
     return x * spec.norm

@@ -52,7 +52,8 @@ def round_up(x, spec: tl.constexpr):
         nearest = x.to(tl.float16)
         bits = nearest.to(tl.int16, bitcast=True).to(tl.int32)
         return tl.where(nearest.to(tl.float32) < x, bits + 1, bits) & 0x7FFF
-    return ((x.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32) & 0x7FFF
+    else:
+        return ((x.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32) & 0x7FFF
 
 
 @triton.jit
@@ -63,8 +64,9 @@ def round_down(x, spec: tl.constexpr):
         bits = nearest.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         below = tl.where(bits == 0, 0x8001, tl.where(bits < 0x8000, bits - 1, bits + 1))
         return tl.where(nearest.to(tl.float32) > x, below, bits)
-    bits = x.to(tl.uint32, bitcast=True)
-    return (tl.where(x < 0, bits + 0xFFFF, bits) >> 16).to(tl.int32)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        return (tl.where(x < 0, bits + 0xFFFF, bits) >> 16).to(tl.int32)
 
 
 @triton.jit
@@ -72,7 +74,8 @@ def widen(bits, spec: tl.constexpr):
     """fp32 value of the 16-bit type's bits (int32, upper half ignored)."""
     if spec.half_qparams:
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -148,8 +151,9 @@ def round_values(x, inverse, zero, offset, spec: tl.constexpr):
     if spec.symmetric:
         rounded = x * rows4(inverse) + MAGIC
         return tl.minimum(rounded, MAGIC + spec.limit)
-    rounded = (x - rows4(offset)) * rows4(inverse) + MAGIC
-    return tl.minimum(rounded, rows4(spec.top - zero + MAGIC))
+    else:
+        rounded = (x - rows4(offset)) * rows4(inverse) + MAGIC
+        return tl.minimum(rounded, rows4(spec.top - zero + MAGIC))
 
 
 @triton.jit
@@ -157,9 +161,10 @@ def reconstruct(level, scale, offset, spec: tl.constexpr):
     """Value of each level; scale and offset broadcast against it."""
     if spec.symmetric:
         return level * scale
-    if spec.policy == "asymmetric":
+    elif spec.policy == "asymmetric":
         return level * scale + offset
-    return tl.fma(level, scale, offset)
+    else:
+        return tl.fma(level, scale, offset)
 
 
 @triton.jit
@@ -174,7 +179,7 @@ def pack(rounded, zero, finite, index: tl.constexpr, spec: tl.constexpr):
 
     An 8-bit plane has two words a chunk: index 0 and 1 are the words of the lower and the upper four values.
     """
-    width: tl.constexpr = spec.planes[0] if spec.bits == 8 else spec.planes[index]
+    width: tl.constexpr = spec.width(0) if spec.bits == 8 else spec.width(index)
     bits = rounded.to(tl.int32, bitcast=True)
     unshift = zero.to(tl.int32) - MAGIC_BITS
     e = tl.arange(0, 8)[None, None, :, None]
@@ -182,11 +187,11 @@ def pack(rounded, zero, finite, index: tl.constexpr, spec: tl.constexpr):
         inside = (e // 4) == index
         word = tl.sum(tl.where(inside, bits << (8 * (e % 4)), 0), 2)
         word += (unshift * 0x01010101)[:, None, None]
-    elif len(spec.planes) == 1:
+    elif spec.plane_count == 1:
         ones: tl.constexpr = 0x11111111 if width == 4 else 0x5555
         word = tl.sum(bits << (width * e), 2) + (unshift * ones)[:, None, None]
     else:
-        shift: tl.constexpr = sum(spec.planes[:index])
+        shift: tl.constexpr = spec.below(index)
         code = ((bits + rows4(unshift)) >> shift) & ((1 << width) - 1)
         word = tl.sum(code << (width * e), 2)
     return tl.where(finite[:, None, None], word, 0)
@@ -197,12 +202,12 @@ def read_word(word, spec: tl.constexpr):
     """Grid of each group from its wire word: scale, zero (a float), offset; each [rows]."""
     if spec.symmetric:
         return widen(word & 0x7FFF, spec), constant(spec.limit, spec), constant(0.0, spec)
-    one_sided = (word & 0x8000) != 0
-    second = (word >> 16) & 0xFFFF
-    scale = widen(word & 0x7FFF, spec)
-    zero = tl.where(one_sided, 0.0, second.to(tl.float32))
-    offset = tl.where(one_sided, widen(second, spec), 0.0)
-    return scale, zero, offset
+    else:
+        one_sided = (word & 0x8000) != 0
+        second = (word >> 16) & 0xFFFF
+        zero = tl.where(one_sided, 0.0, second.to(tl.float32))
+        offset = tl.where(one_sided, widen(second, spec), 0.0)
+        return widen(word & 0x7FFF, spec), zero, offset
 
 
 @triton.jit

@@ -40,7 +40,8 @@ def now(spins, spec: tl.constexpr):
     """Nanoseconds on the device; the interpreter, which has no clock, counts polls."""
     if spec.native:
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    return spins.to(tl.int64)
+    else:
+        return spins.to(tl.int64)
 
 
 @triton.jit

@@ -80,6 +80,10 @@ class Spec:
         """Chunks of 8 values that a thread holds of each group: 1, 2 or 4."""
         return max(1, min(4, self.group_size // 32))
 
+    def peer(self, distance: int) -> int:
+        """Rank at `distance` behind this one, cyclically: every rank starts with another peer."""
+        return (self.rank + distance) % self.world_size
+
     @property
     def lanes(self) -> int:
         """Threads that share a group."""
@@ -104,6 +108,23 @@ class Spec:
     def planes(self) -> tuple[int, ...]:
         """Widths of the code planes."""
         return PLANES[self.bits]
+
+    @property
+    def plane_count(self) -> int:
+        """Number of code planes."""
+        return len(self.planes)
+
+    def width(self, index: int) -> int:
+        """Bits of a code in plane `index`."""
+        return self.planes[index]
+
+    def below(self, index: int) -> int:
+        """Bits of a code in the planes before plane `index`."""
+        return sum(self.planes[:index])
+
+    def plane_mask(self, index: int) -> int:
+        """Mask of a code's part in plane `index`, moved to bit 0."""
+        return (1 << self.width(index)) - 1
 
     @property
     def top(self) -> int:

@@ -33,13 +33,15 @@ def from_float8(stored, spec: tl.constexpr):
     if spec.native_float8:
         if spec.state == "float8_e4m3":
             return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        return stored.to(tl.float8e5, bitcast=True).to(tl.float32)
-    bits = stored.to(tl.int32) & 0xFF
-    if spec.state == "float8_e4m3":
-        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120 moves the exponent's bias
+        else:
+            return stored.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
-        magnitude = ((bits & 0x7F) << 21).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2**112
-    return tl.where(bits >= 0x80, -magnitude, magnitude)
+        bits = stored.to(tl.int32) & 0xFF
+        if spec.state == "float8_e4m3":
+            magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120 moves the exponent's bias
+        else:
+            magnitude = ((bits & 0x7F) << 21).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2**112
+        return tl.where(bits >= 0x80, -magnitude, magnitude)
 
 
 @triton.jit
@@ -48,7 +50,15 @@ def to_float8(value, spec: tl.constexpr):
     if spec.native_float8:
         if spec.state == "float8_e4m3":
             return value.to(tl.float8e4nv).to(tl.int8, bitcast=True)
-        return value.to(tl.float8e5).to(tl.int8, bitcast=True)
+        else:
+            return value.to(tl.float8e5).to(tl.int8, bitcast=True)
+    else:
+        return _to_float8_by_bits(value, spec)
+
+
+@triton.jit
+def _to_float8_by_bits(value, spec: tl.constexpr):
+    """As `to_float8`, in integer arithmetic."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
@@ -80,9 +90,10 @@ def load_average(values, exponents, group, spec: tl.constexpr):
     if spec.float8:
         exponent = tl.load(exponents + group).to(tl.int32)
         return from_float8(stored, spec) * rows4(power_of_two(exponent))
-    if spec.state == "bf16" and not spec.native:
+    elif spec.state == "bf16" and not spec.native:
         return (stored.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return stored.to(tl.float32)
+    else:
+        return stored.to(tl.float32)
 
 
 @triton.jit
@@ -127,15 +138,15 @@ def compensate(x, state, group, spec: tl.constexpr):
     """
     if spec.rotate:
         x = hadamard(x, spec)
-    if spec.averages == 0 or spec.first:
-        return x
-    m0, e0, m1, e1, weight0, weight1, decay0, rest0, decay1, rest1 = state
-    correction = load_average(m0, e0, group, spec)
-    if not spec.plain:
-        correction = correction * weight0
-    if spec.averages == 2:
-        correction = correction + load_average(m1, e1, group, spec) * weight1
-    return x + correction
+    if spec.averages > 0 and not spec.first:
+        m0, e0, m1, e1, weight0, weight1, decay0, rest0, decay1, rest1 = state
+        correction = load_average(m0, e0, group, spec)
+        if not spec.plain:
+            correction = correction * weight0
+        if spec.averages == 2:
+            correction = correction + load_average(m1, e1, group, spec) * weight1
+        x = x + correction
+    return x
 
 
 @triton.jit

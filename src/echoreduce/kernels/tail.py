@@ -15,20 +15,25 @@ def tail(first, stop, stride, y, call, epoch, spec: tl.constexpr):
 
     Waits for: (GATHER, owner, chunk) >= epoch, acquire.sys. Reads: codes of the sums. Writes: the output outside the own segment.
     """
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
-    total = tl.cdiv(groups, spec.rows)
+    P: tl.constexpr = spec.world_size
     chunk = first
     while chunk < stop:
-        for distance in tl.static_range(1, spec.world_size):
-            owner: tl.constexpr = (spec.rank + distance) % spec.world_size
-            there = flag(table, GATHER, owner, chunk, spec)
-            arrived = wait(there, epoch, digest, control, record, GATHER, owner, chunk, patience, spec)
-            here = landing(table, spec.rank, GATHER, owner, epoch, half, area, spec)
-            step = chunk * steps
-            end = tl.minimum(chunk * steps + steps, total)
-            while step < end:
-                row, real = step_rows(step, groups, spec)
-                value = load_codes(here, groups, row.to(tl.int64), arrived, spec)
-                leave(y, value, row.to(tl.int64) + owner * groups, real, numel, spec)
-                step += 1
+        for distance in tl.static_range(1, P):
+            _read_from(spec.peer(distance), chunk, y, call, epoch, spec)
         chunk += stride
+
+
+@triton.jit
+def _read_from(owner: tl.constexpr, chunk, y, call, epoch, spec: tl.constexpr):
+    """One chunk of one owner's segment."""
+    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    there = flag(table, GATHER, owner, chunk, spec)
+    arrived = wait(there, epoch, digest, control, record, GATHER, owner, chunk, patience, spec)
+    here = landing(table, spec.rank, GATHER, owner, epoch, half, area, spec)
+    step = chunk * steps
+    end = tl.minimum(step + steps, tl.cdiv(groups, spec.rows))
+    while step < end:
+        row, real = step_rows(step, groups, spec)
+        value = load_codes(here, groups, row.to(tl.int64), arrived, spec)
+        leave(y, value, row.to(tl.int64) + owner * groups, real, numel, spec)
+        step += 1

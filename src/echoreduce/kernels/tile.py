@@ -31,9 +31,10 @@ def gather_pieces(a, b, c, d, spec: tl.constexpr):
     """Chunks of a tile, each [rows, lanes, 8], to one tensor [rows, lanes, 8, pieces]; as many are used as there are pieces."""
     if spec.pieces == 4:
         return tl.join(tl.join(a, c), tl.join(b, d)).reshape(spec.rows, spec.lanes, 8, 4)
-    if spec.pieces == 2:
+    elif spec.pieces == 2:
         return tl.join(a, b)
-    return a[:, :, :, None]
+    else:
+        return a[:, :, :, None]
 
 
 @triton.jit
@@ -44,11 +45,12 @@ def part_pieces(x, spec: tl.constexpr):
         a, c = tl.split(ac)
         b, d = tl.split(bd)
         return a, b, c, d
-    if spec.pieces == 2:
+    elif spec.pieces == 2:
         a, b = tl.split(x)
         return a, b, a, b
-    a = x.reshape(spec.rows, spec.lanes, 8)
-    return a, a, a, a
+    else:
+        a = x.reshape(spec.rows, spec.lanes, 8)
+        return a, a, a, a
 
 
 @triton.jit
@@ -56,7 +58,8 @@ def to_fp32(x, spec: tl.constexpr):
     """Data as fp32, exactly."""
     if spec.dtype == "bf16" and not spec.native:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -64,9 +67,10 @@ def from_fp32(x, spec: tl.constexpr):
     """fp32 to the data's type, rounded half to even."""
     if spec.dtype == "fp32":
         return x
-    if spec.dtype == "fp16":
+    elif spec.dtype == "fp16":
         return x.to(tl.float16)
-    return to_bf16(x, spec)
+    else:
+        return to_bf16(x, spec)
 
 
 @triton.jit
@@ -74,9 +78,10 @@ def to_bf16(x, spec: tl.constexpr):
     """fp32 to bf16, rounded half to even; the interpreter's own conversion cuts off."""
     if spec.native:
         return x.to(tl.bfloat16)
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -157,6 +162,7 @@ def store_codes(landing, groups, row, real, rounded, zero, word, finite, spec: t
         landing: address of the area, int64, 16-byte aligned; code planes first, qparams after `groups` groups of them.
         row: int64 [rows], groups inside the area; `real` says which are written.
     """
+    planes: tl.constexpr = spec.plane_count
     at = words_of(row, spec)
     keep = real[:, None, None]
     if spec.bits == 8:
@@ -165,12 +171,23 @@ def store_codes(landing, groups, row, real, rounded, zero, word, finite, spec: t
         tl.store(plane + at, pack(rounded, zero, finite, 0, spec), mask=keep)
         tl.store(plane + at + spec.lanes * spec.pieces, pack(rounded, zero, finite, 1, spec), mask=keep)
     else:
-        for index in tl.static_range(len(spec.planes)):
-            kind: tl.constexpr = tl.int8 if spec.planes[index] == 1 else (tl.int16 if spec.planes[index] == 2 else tl.int32)
-            before: tl.constexpr = spec.group_size * sum(spec.planes[:index]) // 8
-            plane = tl.multiple_of(landing + groups * before, 16).to(tl.pointer_type(kind))
-            tl.store(plane + at, pack(rounded, zero, finite, index, spec).to(kind), mask=keep)
+        for index in tl.static_range(planes):
+            _store_plane(landing, groups, at, keep, pack(rounded, zero, finite, index, spec), index, spec)
     store_word(landing, groups, row, real, word, spec)
+
+
+@triton.jit
+def plane_at(landing, groups, index: tl.constexpr, spec: tl.constexpr):
+    """Pointer to code plane `index` of a landing area; its element holds the plane's bits of one chunk."""
+    kind: tl.constexpr = tl.int8 if spec.width(index) == 1 else (tl.int16 if spec.width(index) == 2 else tl.int32)
+    before: tl.constexpr = spec.group_size * spec.below(index) // 8
+    return tl.multiple_of(landing + groups * before, 16).to(tl.pointer_type(kind))
+
+
+@triton.jit
+def _store_plane(landing, groups, at, keep, words, index: tl.constexpr, spec: tl.constexpr):
+    plane = plane_at(landing, groups, index, spec)
+    tl.store(plane + at, words.to(plane.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -196,16 +213,25 @@ def load_codes(landing, groups, row, arrived, spec: tl.constexpr):
         plane = tl.multiple_of(landing, 16).to(tl.pointer_type(tl.int32))
         at = words_of(2 * row, spec)
         return unpack_words(tl.load(plane + at), tl.load(plane + at + spec.lanes * spec.pieces), word, spec)
-    if spec.bits == 4:
+    elif spec.bits == 4:
         words = tl.load(tl.multiple_of(landing, 16).to(tl.pointer_type(tl.int32)) + at)
         return unpack_words(words, words, word, spec)
-    code = tl.zeros([spec.rows, spec.lanes, 8, spec.pieces], tl.int32)
+    else:
+        return unpack_codes(_load_planes(landing, groups, at, spec), word, spec)
+
+
+@triton.jit
+def _load_planes(landing, groups, at, spec: tl.constexpr):
+    """Codes of several planes put together, int32 [rows, lanes, 8, pieces]."""
+    planes: tl.constexpr = spec.plane_count
+    code = tl.full([spec.rows, spec.lanes, 8, spec.pieces], 0, tl.int32)
+    for index in tl.static_range(planes):
+        code |= _load_plane(landing, groups, at, index, spec)
+    return code
+
+
+@triton.jit
+def _load_plane(landing, groups, at, index: tl.constexpr, spec: tl.constexpr):
+    words = tl.load(plane_at(landing, groups, index, spec) + at).to(tl.int32)
     e = tl.arange(0, 8)[None, None, :, None]
-    for index in tl.static_range(len(spec.planes)):
-        width: tl.constexpr = spec.planes[index]
-        kind: tl.constexpr = tl.int8 if width == 1 else (tl.int16 if width == 2 else tl.int32)
-        before: tl.constexpr = sum(spec.planes[:index])
-        plane = tl.multiple_of(landing + groups * (spec.group_size * before // 8), 16).to(tl.pointer_type(kind))
-        words = tl.load(plane + at).to(tl.int32)
-        code |= ((words[:, :, None, :] >> (width * e)) & ((1 << width) - 1)) << before
-    return unpack_codes(code, word, spec)
+    return ((words[:, :, None, :] >> (spec.width(index) * e)) & spec.plane_mask(index)) << spec.below(index)

@@ -26,8 +26,8 @@ def _remember_group(x, state, value, group, real, numel, spec: tl.constexpr):
     if spec.world_size & (spec.world_size - 1) == 0:
         share = value * (1.0 / spec.world_size)
     else:
-        share = tl.math.div_rn(value, tl.full(value.shape, spec.world_size, tl.float32))
-    remember(own - share, tl.zeros([spec.rows], tl.float32), state, group, real, spec)
+        share = tl.math.div_rn(value, tl.full([spec.rows, spec.lanes, 8, spec.pieces], spec.world_size, tl.float32))
+    remember(own - share, tl.full([spec.rows], 0.0, tl.float32), state, group, real, spec)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -39,6 +39,7 @@ def update_kernel(
 
     Reads: x, averages, codes of the sum (one-shot: of the P copies). Writes: averages.
     """
+    P: tl.constexpr = spec.world_size
     epoch = tl.load(control + EPOCH)
     state = (m0, e0, m1, e1, w0, w1, d0, r0, d1, r1)
     numel = numel.to(tl.int64)
@@ -55,7 +56,7 @@ def update_kernel(
             value = add_copies(table, groups, row, done, epoch, half, area, spec)
             _remember_group(x, state, value, row, real, numel, spec)
         else:
-            for owner in tl.static_range(spec.world_size):
+            for owner in tl.static_range(P):
                 here = landing(table, spec.rank, GATHER, owner, epoch, half, area, spec)
                 value = load_codes(here, groups, row, done, spec)
                 _remember_group(x, state, value, row + owner * groups, real, numel, spec)
