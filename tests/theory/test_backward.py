@@ -5,7 +5,7 @@ import pytest
 
 from echoreduce.config import NO_FEEDBACK
 from echoreduce.errors import ConfigError, ShapeError
-from echoreduce.theory import backward, bounds, stream
+from echoreduce.theory import backward, bounds, stream, weights
 from echoreduce.theory.bounds import NetworkConstants
 from theory.settings import ALL, FULL_GAIN, PAPER, PAPER_FULL, SINGLE
 
@@ -78,6 +78,8 @@ def test_the_constant_by_hand():
     assert backward.mismatch_constant(c, 1.5, 0.25) == pytest.approx(0.25 * 2 + 1.5 * 4 / 2)
     # single step: tau_2 = 1, mu_w = 0
     assert backward.proposition_3_constant(SINGLE, c, 1.5, 0.25) == pytest.approx(2 * (2.25 * 2.25 + 3.5**2 * 9 * (1 / 16 + 1 / 2)))
+    expected = 2 * (2.25 * weights.tail_energy(PAPER_FULL) * 2.25 + (3.5 * 2.0952381) ** 2 * 9 * (1 / 16 + 1 / 2))
+    assert backward.proposition_3_constant(PAPER_FULL, c, 1.5, 0.25) == pytest.approx(expected)
     assert backward.proposition_3(SINGLE, c, 2.0, 1.5, 0.25) == pytest.approx(backward.proposition_3_constant(SINGLE, c, 1.5, 0.25) * 4 / 9)
 
 

@@ -101,6 +101,18 @@ def test_coherent_network_grows_as_q_squared_sqrt_n(feedback, everywhere):
     assert slope(np.log(strengths), np.log(by_strength)) == pytest.approx(2.0, abs=0.02)
 
 
+def test_the_second_order_response_of_a_block_is_the_proofs():
+    """h / (2 sigma_k**2 sqrt(d)) ||Pi E||**2 along f for a deviation E that is orthogonal to e_0 and f."""
+    deviation = np.zeros((1, 8))
+    deviation[0, 2:] = 1e-3
+    for k in (0, 3):
+        clean = np.zeros((1, 8))
+        clean[0, 0] = np.sqrt(8) * COHERENT.sigma(k)
+        response = COHERENT.block(k, clean + deviation) - COHERENT.block(k, clean)
+        expected = COHERENT.h / (2 * COHERENT.sigma(k) ** 2 * np.sqrt(8)) * np.sum(deviation**2)
+        assert response[0, 1] == pytest.approx(expected, rel=1e-5)
+
+
 def test_coherent_network_satisfies_assumption_1_with_no_budget():
     net = constructions.linearize(COHERENT, 40)
     exact, measured = COHERENT.constants(40), network.measure(net)

@@ -59,6 +59,17 @@ def test_constants_are_the_smallest_that_satisfy_r1_r2_and_assumption_1():
             assert np.sum(after**2) <= allowed * np.sum(carried**2) * (1 + 1e-12)
 
 
+def test_reinforcement_is_the_maximum_over_both_collections():
+    epsilon = network.reinforcement(NETWORK)
+    assert epsilon[0] == 0.0
+    steps = np.eye(DIM) + NETWORK.jacobians
+    for k in range(1, 8):
+        members = [np.linalg.multi_dot([*steps[k - 1 : first - 1 : -1], np.eye(DIM), np.eye(DIM)]) for first in range(1, k + 1)]
+        members += [np.linalg.multi_dot([*steps[k - 1 : t + 1 : -1], np.eye(DIM), NETWORK.jacobians[t + 1]]) for t in range(k - 1)]
+        ratio = max(np.sum((steps[k] @ a) ** 2) / np.sum(a**2) for a in members)
+        assert epsilon[k] == pytest.approx(max(0.0, ratio * (NETWORK.scales[k] / NETWORK.scales[k + 1]) ** 2 - 1))
+
+
 def test_convex_combinations_need_no_larger_epsilon():
     epsilon = network.reinforcement(NETWORK)
     k = 6
