@@ -67,47 +67,65 @@ def _gather(round_: Round, starts: IntArray, sending: bool) -> tuple[_Message, .
     return tuple(_Message(peer, tuple(parts)) for peer, parts in ranges.items())
 
 
-def all_reduce(program: Program, tensor: Tensor, group: dist.ProcessGroup | None = None, *, planned: Plan | None = None) -> Tensor:
-    """Sum `tensor` over the group by the program, in place.
+def all_reduce(program: Program, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum `tensor` over the group by the program, in place; see `Runner` for repeated calls and for what is raised."""
+    return Runner(program, tensor, group)(tensor)
+
+
+class Runner:
+    """A program made ready for one process, numel, dtype and device: planned once, with a staging buffer that calls share.
 
     Args:
         program: over as many participants as the group has processes.
-        tensor: this process's contribution (a switch's is ignored and replaced by zeros), any shape, contiguous, any dtype that the
-            backend sends.
+        like: a tensor of the numel, dtype and device to come.
         group: process group; None for the default one.
-        planned: result of `plan` for this process and numel, to keep planning out of repeated calls.
-    Returns:
-        `tensor`.
     Raises:
         GroupError: the group has not one process a participant.
-        ShapeError: the tensor is not contiguous.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if size != program.participants:
-        raise GroupError(f"{program.name} needs {program.participants} processes ({program.switches} of them switches), group has {size}")
-    if not tensor.is_contiguous():
-        raise ShapeError("all_reduce by a program works in place and needs a contiguous tensor")
-    flat = tensor.view(-1)
-    if rank >= program.world_size:
-        flat.zero_()
-    todo = planned or plan(program, rank, flat.numel())
-    for sends, receives in zip(todo.sends, todo.receives):
-        arrived = _exchange(flat, sends, receives, group)
-        _apply(flat, rank, receives, arrived)
-    return tensor
 
+    def __init__(self, program: Program, like: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size != program.participants:
+            raise GroupError(
+                f"{program.name} needs {program.participants} processes, {program.switches} of them switches; group has {size}"
+            )
+        self.group = group
+        self.switch = self.rank >= program.world_size
+        self.plan = plan(program, self.rank, like.numel())
+        most = max((sum(m.numel for m in receives) for receives in self.plan.receives), default=0)
+        self.staging = torch.empty(most, dtype=like.dtype, device=like.device)
 
-def _exchange(flat: Tensor, sends: tuple[_Message, ...], receives: tuple[_Message, ...], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Post all messages of a round and wait for them; returns what arrived, a buffer a message."""
-    buffers = [torch.empty(message.numel, dtype=flat.dtype, device=flat.device) for message in receives]
-    ops = [dist.P2POp(dist.irecv, buffer, _peer(message, group), group) for message, buffer in zip(receives, buffers)]
-    for message in sends:
-        parts = [flat[lo:hi] for lo, hi, _ in message.ranges]
-        payload = parts[0] if len(parts) == 1 else torch.cat(parts)
-        ops.append(dist.P2POp(dist.isend, payload, _peer(message, group), group))
-    for work in dist.batch_isend_irecv(ops) if ops else []:
-        work.wait()
-    return buffers
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the group in place.
+
+        Args:
+            tensor: this process's contribution (a switch's is ignored and replaced by zeros), any shape, contiguous.
+        Returns:
+            `tensor`.
+        Raises:
+            ShapeError: another numel than planned for, or not contiguous.
+        """
+        if tensor.numel() != self.plan.numel or not tensor.is_contiguous():
+            raise ShapeError(f"a contiguous tensor of {self.plan.numel} values was planned for, got shape {list(tensor.shape)}")
+        flat = tensor.view(-1)
+        if self.switch:
+            flat.zero_()
+        for sends, receives in zip(self.plan.sends, self.plan.receives):
+            arrived = self._exchange(flat, sends, receives)
+            _apply(flat, self.rank, receives, arrived)
+        return tensor
+
+    def _exchange(self, flat: Tensor, sends: tuple[_Message, ...], receives: tuple[_Message, ...]) -> list[Tensor]:
+        """Post all messages of a round and wait for them; returns what arrived, a slice of the staging buffer a message."""
+        buffers = list(self.staging[: sum(m.numel for m in receives)].split([m.numel for m in receives])) if receives else []
+        ops = [dist.P2POp(dist.irecv, buffer, _peer(m, self.group), self.group) for m, buffer in zip(receives, buffers)]
+        for message in sends:
+            parts = [flat[lo:hi] for lo, hi, _ in message.ranges]
+            payload = parts[0] if len(parts) == 1 else torch.cat(parts)
+            ops.append(dist.P2POp(dist.isend, payload, _peer(message, self.group), self.group))
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        return buffers
 
 
 def _peer(message: _Message, group: dist.ProcessGroup | None) -> int:
@@ -187,3 +205,58 @@ def measure(operation: Callable[[], object], device: torch.device, repeats: int,
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class DeviceRunner:
+    """A program over the devices of one process: transfers are peer copies (P2P over NVLink or PCIe), no process group.
+
+    Rounds are separated by a synchronization of all devices, so this measures links and not a library's latency hiding.
+
+    Args:
+        program: over as many participants as there are devices (a device may be listed several times, "cpu" for tests).
+        devices: where each participant lives.
+        numel: values of the message.
+    Raises:
+        GroupError: another number of devices than participants.
+    """
+
+    def __init__(self, program: Program, devices: list[torch.device], numel: int) -> None:
+        if len(devices) != program.participants:
+            raise GroupError(f"{program.name} needs {program.participants} devices, got {len(devices)}")
+        self.program, self.devices = program, devices
+        self.starts = chunk_starts(numel, program.chunks)
+        self.rounds = [self._moves(r) for r in program.rounds()]
+
+    def _moves(self, round_: Round) -> list[tuple[int, int, int, int, bool]]:
+        """(source, destination, first value, end, add) of each transfer that carries anything."""
+        columns = (round_.src, round_.dst, self.starts[round_.lo], self.starts[round_.hi], round_.reduce)
+        return [move for move in zip(*(column.tolist() for column in columns)) if move[3] > move[2]]
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Sum the tensors in place, each on its participant's device, one-dimensional; returns them."""
+        for moves in self.rounds:
+            arrived = [tensors[src][lo:hi].to(self.devices[dst], non_blocking=True, copy=True) for src, dst, lo, hi, _ in moves]
+            self.wait()
+            for (_, dst, lo, hi, add), part in zip(moves, arrived):
+                place = tensors[dst][lo:hi]
+                if add:
+                    place.add_(part)
+                else:
+                    place.copy_(part)
+            self.wait()
+        return tensors
+
+    def wait(self) -> None:
+        """Wait for all devices."""
+        for device in self.devices:
+            _wait(device)
+
+    def measure(self, tensors: list[Tensor], repeats: int, warmup: int = 2) -> Timing:
+        """Time repeated calls, seconds."""
+        times = []
+        for _ in range(warmup + repeats):
+            self.wait()
+            start = time.perf_counter()
+            self(tensors)
+            times.append(time.perf_counter() - start)
+        return Timing(tuple(times[warmup:]))

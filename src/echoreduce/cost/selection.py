@@ -81,6 +81,14 @@ def price(algorithm: Algorithm, topology: Topology, world_size: int, nbytes: flo
     return best
 
 
+def with_named_protocol(topology: Topology, choice: Choice) -> Topology:
+    """The machine as the choice prices it: with its protocol, if it has one."""
+    for protocol in topology.protocols:
+        if protocol.name == choice.protocol:
+            return topology.with_protocol(protocol, choice.algorithm in _SEVERAL_PEERS)
+    return topology
+
+
 def rank(topology: Topology, world_size: int, nbytes: float, wire: Wire = PLAIN, names: Iterable[str] | None = None) -> list[Choice]:
     """All candidates, cheapest first; equal prices in the catalogue's order.
 

@@ -1,0 +1,193 @@
+"""Runs a calibration: over gloo processes that it starts, under torchrun with NCCL, or over the devices of one process (P2P).
+
+Leaves out: the fit (`cost.calibrate`) and the runs (`collectives.run`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+
+from echoreduce.cli.sizes import format_bytes
+from echoreduce.collectives.catalogue import build
+from echoreduce.collectives.program import Program
+from echoreduce.collectives.run import DeviceRunner, Runner, measure
+from echoreduce.cost.calibrate import Calibration, Comparison, Measure, campaign
+from echoreduce.errors import BackendUnavailable, CheckError, ConfigError
+
+#: Compared with the model; pipelined ones in 4 pieces.
+COMPARED = ("ring", "halving_doubling", "double_binary_tree", "pat", "two_shot", "one_shot")
+PIECES = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        backend: gloo, nccl or p2p.
+        world_sizes: processes or devices, measured one after the other (nccl: torchrun's number counts).
+        sizes: bytes of the compared messages.
+        sweeps, repeats, timeout: see `echoreduce calibrate --help`.
+    """
+
+    backend: str
+    world_sizes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    sweeps: int
+    repeats: int
+    timeout: int
+
+    def __post_init__(self) -> None:
+        if not self.world_sizes or min(self.world_sizes) < 2:
+            raise ConfigError(f"--world-size: calibration needs at least 2 ranks, got {self.world_sizes}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Constants of one world size and the comparison."""
+
+    calibration: Calibration
+    comparisons: tuple[Comparison, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Constants, samples and comparisons, for JSON."""
+        rows = [{**asdict(c), "error": c.error} for c in self.comparisons]
+        return {**asdict(self.calibration), "comparisons": rows}
+
+
+def run(plan: Plan) -> list[Result] | None:
+    """Carry out the plan; None on ranks that do not report.
+
+    Raises:
+        BackendUnavailable: NCCL outside torchrun or without a GPU a process, P2P without enough GPUs.
+        CheckError: an all-reduce gave a wrong sum.
+    """
+    if plan.backend == "p2p":
+        return [_over_devices(plan, n) for n in plan.world_sizes]
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        result = _in_group(plan, None)
+        return None if int(os.environ["RANK"]) else [result]
+    if plan.backend == "nccl":
+        raise BackendUnavailable("NCCL needs one process a GPU: torchrun --nproc-per-node 2 -m echoreduce calibrate --backend nccl")
+    return [_spawn(plan, n) for n in plan.world_sizes]
+
+
+def _spawn(plan: Plan, world_size: int) -> Result:
+    """Gloo processes on this host; rank 0 leaves its result in a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_process, (plan, world_size, folder), nprocs=world_size)  # type: ignore[attr-defined, no-untyped-call]
+        result: Result = torch.load(Path(folder, "result"), weights_only=False)  # written by our own process a moment ago
+        return result
+
+
+def _process(rank: int, plan: Plan, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    result = _in_group(plan, (rank, world_size, folder))
+    if rank == 0:
+        torch.save(result, Path(folder, "result"))
+
+
+def _in_group(plan: Plan, spawned: tuple[int, int, str] | None) -> Result:
+    """Calibrate inside one process of a group that this function opens and closes."""
+    limit = datetime.timedelta(seconds=plan.timeout)
+    device = torch.device("cpu")
+    if plan.backend == "nccl":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise BackendUnavailable(f"NCCL needs one GPU a process, found {torch.cuda.device_count()} for local rank {local}")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    bound = device if plan.backend == "nccl" else None
+    if spawned is None:
+        dist.init_process_group(plan.backend, timeout=limit, device_id=bound)
+    else:
+        rank, size, folder = spawned
+        dist.init_process_group(plan.backend, init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=limit)
+    try:
+        world_size = dist.get_world_size()
+        return _campaign(plan, world_size, _timer(device, plan.repeats), lambda p: _check(p, device))
+    finally:
+        dist.destroy_process_group()
+
+
+def _campaign(plan: Plan, world_size: int, timer: Measure, check: Callable[[Program], None]) -> Result:
+    programs = [build(name, world_size, 1, PIECES) for name in COMPARED]
+    for program in programs:
+        check(program)  # correctness gates timing
+    constants, compared = campaign(timer, world_size, programs, plan.sizes, plan.sweeps)
+    return Result(constants, tuple(compared))
+
+
+def _timer(device: torch.device, repeats: int) -> Measure:
+    def timer(program: Program, nbytes: int) -> float:
+        tensor = torch.ones(nbytes // 4, device=device)
+        runner = Runner(program, tensor)
+        return measure(lambda: runner(tensor), device, repeats, warmup=1).median
+
+    return timer
+
+
+def _check(program: Program, device: torch.device) -> None:
+    """Sum integers, which fp32 adds exactly in any order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.arange(1000, device=device, dtype=torch.float32) % 97 + rank
+    expected = (torch.arange(1000, device=device, dtype=torch.float32) % 97) * size + sum(range(size))
+    _same(program, Runner(program, tensor)(tensor), expected)
+
+
+def _same(program: Program, got: torch.Tensor, expected: torch.Tensor) -> None:
+    wrong = (got != expected).nonzero()
+    if wrong.numel():
+        raise CheckError(f"{program.name} gave a wrong sum, first at value {int(wrong[0])}")
+
+
+def _over_devices(plan: Plan, world_size: int) -> Result:
+    if torch.cuda.device_count() < world_size:
+        raise BackendUnavailable(f"p2p needs {world_size} GPUs in this process, found {torch.cuda.device_count()}")
+    devices = [torch.device("cuda", i) for i in range(world_size)]
+
+    def tensors(numel: int) -> list[torch.Tensor]:
+        return [torch.arange(numel, device=d, dtype=torch.float32) % 97 + i for i, d in enumerate(devices)]
+
+    def timer(program: Program, nbytes: int) -> float:
+        return DeviceRunner(program, devices, nbytes // 4).measure(tensors(nbytes // 4), plan.repeats, warmup=1).median
+
+    def check(program: Program) -> None:
+        expected = (torch.arange(1000, dtype=torch.float32) % 97) * world_size + sum(range(world_size))
+        for tensor in DeviceRunner(program, devices, 1000)(tensors(1000)):
+            _same(program, tensor.cpu(), expected)
+
+    return _campaign(plan, world_size, timer, check)
+
+
+def show(result: Result, console: Console) -> None:
+    """Constants in one line, the comparison as a table."""
+    c = result.calibration
+    host = f", host {c.overhead * 1e6:.3g} us a message and {c.beta_host * 1e9:.3g} ns a byte (shared)" if c.beta_host else ""
+    console.print(
+        f"{c.world_size} ranks: alpha {c.alpha * 1e6:.3g} us, beta {c.beta * 1e9:.3g} ns a byte, gamma {c.gamma * 1e9:.3g} ns a byte{host}"
+        f"; median error of the fit {100 * c.residual:.0f} %",
+        soft_wrap=True,
+        highlight=False,
+    )
+    table = Table()
+    for name in ("algorithm", "message", "measured", "predicted", "error"):
+        table.add_column(name, justify="left" if name == "algorithm" else "right")
+    for row in result.comparisons:
+        times = (f"{1e3 * row.measured:.3f} ms", f"{1e3 * row.predicted:.3f} ms")
+        table.add_row(row.algorithm, format_bytes(row.nbytes), *times, f"{100 * row.error:+.0f} %")
+    console.print(table)
+    within = sum(abs(row.error) <= 0.25 for row in result.comparisons)
+    console.print(f"within 25 %: {within} of {len(result.comparisons)}", highlight=False)
