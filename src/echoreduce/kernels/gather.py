@@ -23,10 +23,10 @@ def gather_step(y, value, rounded, zero, word, finite, row, real, call, epoch, s
     Writes: codes and qparams P - 1 times; the output once.
     """
     P: tl.constexpr = spec.world_size
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
     row = row.to(tl.int64)
     nearest: tl.constexpr = 0 if spec.residual == "group" else 1
     for distance in tl.static_range(nearest, P):
         there = landing(table, spec.peer(distance), GATHER, spec.rank, epoch, half, area, spec)
         store_codes(there, groups, row, real, rounded, zero, word, finite, spec)
-    leave(y, value, row + spec.rank * groups, real, numel, spec)
+    leave(y, value, row + origin + spec.rank * pitch, real, numel, spec)

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from echoreduce.kernels.gather import leave
-from echoreduce.kernels.place import PUSH, flag, flag_slot, landing, leave_card, workspace
+from echoreduce.kernels.place import PUSH, describe, flag, flag_slot, landing, leave_card, workspace
 from echoreduce.kernels.rounding import fit, read_back, round_values
 from echoreduce.kernels.signal import EPOCH, finish, publish, wait
 from echoreduce.kernels.state import compensate, remember
 from echoreduce.kernels.tile import load_codes, load_values, step_rows, store_codes
 
-RUNTIME = ["numel", "groups", "half", "area", "digest", "code", "patience", "steps", "pushers"]
+RUNTIME = ["numel", "groups", "pitch", "origin", "half", "area", "digest", "code", "patience", "steps", "pushers"]
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def push_all(first, stop, stride, x, state, call, code, epoch, spec: tl.constexp
     Publishes: (PUSH, rank, chunk) = epoch in every rank's flags, release.sys after a block barrier. Waits for nothing.
     """
     P: tl.constexpr = spec.world_size
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
     total = tl.cdiv(groups, spec.rows)
     chunk = first
     while chunk < stop:
@@ -36,13 +36,14 @@ def push_all(first, stop, stride, x, state, call, code, epoch, spec: tl.constexp
         end = tl.minimum(chunk * steps + steps, total)
         while step < end:
             row, real = step_rows(step, groups, spec)
-            group = row.to(tl.int64)
+            at = row.to(tl.int64)
+            group = at + origin
             value = compensate(load_values(x, group, numel, spec), state, group, spec)
             scale, inverse, zero, offset, word, finite = fit(value, spec)
             rounded = round_values(value, inverse, zero, offset, spec)
             for distance in tl.static_range(1, P + 1):
                 there = landing(table, spec.peer(distance), PUSH, spec.rank, epoch, half, area, spec)
-                store_codes(there, groups, group, real, rounded, zero, word, finite, spec)
+                store_codes(there, groups, at, real, rounded, zero, word, finite, spec)
             if spec.residual == "local":
                 remember(value - read_back(rounded, scale, offset, spec), scale, state, group, real, spec)
             step += 1
@@ -73,7 +74,7 @@ def add_all(first, stop, stride, y, call, epoch, spec: tl.constexpr):
     Reads: P copies of the codes. Writes: y, once.
     """
     P: tl.constexpr = spec.world_size
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
     total = tl.cdiv(groups, spec.rows)
     chunk = first
     while chunk < stop:
@@ -86,7 +87,7 @@ def add_all(first, stop, stride, y, call, epoch, spec: tl.constexpr):
         while step < end:
             row, real = step_rows(step, groups, spec)
             value = add_copies(table, groups, row.to(tl.int64), arrived, epoch, half, area, spec)
-            leave(y, value, row.to(tl.int64), real, numel, spec)
+            leave(y, value, row.to(tl.int64) + origin, real, numel, spec)
             step += 1
         chunk += stride
 
@@ -94,7 +95,7 @@ def add_all(first, stop, stride, y, call, epoch, spec: tl.constexpr):
 @triton.jit(do_not_specialize=RUNTIME)
 def one_shot_kernel(
     x, y, m0, e0, m1, e1, w0, w1, d0, r0, d1, r1,
-    table, control, record, numel, groups, half, area, digest, code, patience, steps, pushers,
+    table, control, record, numel, groups, pitch, origin, half, area, digest, code, patience, steps, pushers,
     spec: tl.constexpr,
 ):  # fmt: skip
     """One rank's whole call. A program owns chunks of one stage.
@@ -103,8 +104,7 @@ def one_shot_kernel(
     """
     epoch = tl.load(control + EPOCH) + 1
     state = (m0, e0, m1, e1, w0, w1, d0, r0, d1, r1)
-    call = (table, control, record, numel.to(tl.int64), groups.to(tl.int64), half.to(tl.int64), area.to(tl.int64),
-            digest, patience.to(tl.int64), steps)  # fmt: skip
+    call = describe(table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps)
     chunks = tl.cdiv(tl.cdiv(groups, spec.rows), steps)
     pid = tl.program_id(0)
     if pid < pushers:

@@ -6,7 +6,9 @@ owns). `table` holds the address at which this process sees each rank's workspac
 
 A call travels through the stages as one tuple, in this order:
     table, control, record     pointers: addresses [P]; control block; record in pinned host memory
-    numel, groups              values of the tensor; groups of one segment (one-shot: of the whole padded tensor)
+    numel, groups              values of the tensor; groups of each segment (one-shot: of the whole padded tensor) that this launch
+                               handles: all, unless the tensor is larger than the workspace and goes in pieces
+    pitch, origin              groups from one segment to the next; first group of the piece inside its segment
     half, area                 bytes of a half and of a landing area
     digest, patience           of (shape, dtype, configuration); bound of every wait, ns
     steps                      steps of a chunk: one flag is raised for so many tiles
@@ -22,9 +24,25 @@ GATHER = tl.constexpr(1)
 
 
 @triton.jit
+def describe(table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps):
+    """The call's tuple; counts and sizes as int64, whatever width the launch gave them."""
+    return (
+        table, control, record,
+        numel.to(tl.int64), groups.to(tl.int64), pitch.to(tl.int64), origin.to(tl.int64), half.to(tl.int64), area.to(tl.int64),
+        digest, patience.to(tl.int64), steps,
+    )  # fmt: skip
+
+
+@triton.jit
 def workspace(table, rank: tl.constexpr):
     """Address of a rank's workspace, int64."""
     return tl.multiple_of(tl.load(table + rank), 16)
+
+
+@triton.jit
+def workspace_of(table, rank):
+    """As `workspace`, for a rank known at run time only."""
+    return tl.load(table + rank)
 
 
 @triton.jit

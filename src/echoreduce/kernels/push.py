@@ -28,13 +28,13 @@ def push(first, stop, stride, x, state, call, code, epoch, spec: tl.constexpr):
 @triton.jit
 def _push_to(owner: tl.constexpr, chunk, x, state, call, code, epoch, spec: tl.constexpr):
     """One chunk of one owner's segment."""
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
     there = landing(table, owner, PUSH, spec.rank, epoch, half, area, spec)
     step = chunk * steps
     end = tl.minimum(step + steps, tl.cdiv(groups, spec.rows))
     while step < end:
         row, real = step_rows(step, groups, spec)
-        group = row.to(tl.int64) + owner * groups
+        group = row.to(tl.int64) + origin + owner * pitch
         value = compensate(load_values(x, group, numel, spec), state, group, spec)
         scale, inverse, zero, offset, word, finite = fit(value, spec)
         rounded = round_values(value, inverse, zero, offset, spec)

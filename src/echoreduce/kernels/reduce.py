@@ -20,7 +20,7 @@ def reduce(first, stop, stride, x, y, state, call, epoch, spec: tl.constexpr):
     Publishes: (GATHER, rank, chunk) = epoch in every peer's flags, release.sys after a block barrier.
     """
     P: tl.constexpr = spec.world_size
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
     total = tl.cdiv(groups, spec.rows)
     chunk = first
     while chunk < stop:
@@ -44,8 +44,8 @@ def reduce(first, stop, stride, x, y, state, call, epoch, spec: tl.constexpr):
 def _reduce_step(x, y, state, call, row, real, arrived, epoch, spec: tl.constexpr):
     """One tile: add in rank order, round, hand over to gather, keep the rounding error."""
     P: tl.constexpr = spec.world_size
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
-    group = row.to(tl.int64) + spec.rank * groups
+    table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
+    group = row.to(tl.int64) + origin + spec.rank * pitch
     own = compensate(load_values(x, group, numel, spec), state, group, spec)
     total = own
     for source in tl.static_range(P):

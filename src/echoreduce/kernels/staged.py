@@ -9,18 +9,19 @@ Source: the paper, Appendix C (stream and event schedule).
 import triton
 import triton.language as tl
 
+from echoreduce.kernels.place import describe
 from echoreduce.kernels.push import push
 from echoreduce.kernels.reduce import reduce
 from echoreduce.kernels.signal import EPOCH, finish
 from echoreduce.kernels.tail import tail
 
-RUNTIME = ["numel", "groups", "half", "area", "digest", "code", "patience", "steps", "start", "stop"]
+RUNTIME = ["numel", "groups", "pitch", "origin", "half", "area", "digest", "code", "patience", "steps", "start", "stop"]
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def stage_kernel(
     x, y, m0, e0, m1, e1, w0, w1, d0, r0, d1, r1,
-    table, control, record, numel, groups, half, area, digest, code, patience, steps, start, stop,
+    table, control, record, numel, groups, pitch, origin, half, area, digest, code, patience, steps, start, stop,
     stage: tl.constexpr, last: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """One stage (`push`, `reduce` with gather, or `tail`) of one tile: chunks start .. stop - 1; `last` ends the call.
@@ -29,10 +30,7 @@ def stage_kernel(
     """
     epoch = tl.load(control + EPOCH) + 1
     state = (m0, e0, m1, e1, w0, w1, d0, r0, d1, r1)
-    call = (
-        table, control, record, numel.to(tl.int64), groups.to(tl.int64), half.to(tl.int64), area.to(tl.int64),
-        digest, patience.to(tl.int64), steps,
-    )  # fmt: skip
+    call = describe(table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps)
     first = start + tl.program_id(0)
     if stage == "push":
         push(first, stop, tl.num_programs(0), x, state, call, code, epoch, spec)

@@ -26,7 +26,7 @@ def tail(first, stop, stride, y, call, epoch, spec: tl.constexpr):
 @triton.jit
 def _read_from(owner: tl.constexpr, chunk, y, call, epoch, spec: tl.constexpr):
     """One chunk of one owner's segment."""
-    table, control, record, numel, groups, half, area, digest, patience, steps = call
+    table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
     there = flag(table, GATHER, owner, chunk, spec)
     arrived = wait(there, epoch, digest, control, record, GATHER, owner, chunk, patience, spec)
     here = landing(table, spec.rank, GATHER, owner, epoch, half, area, spec)
@@ -35,5 +35,5 @@ def _read_from(owner: tl.constexpr, chunk, y, call, epoch, spec: tl.constexpr):
     while step < end:
         row, real = step_rows(step, groups, spec)
         value = load_codes(here, groups, row.to(tl.int64), arrived, spec)
-        leave(y, value, row.to(tl.int64) + owner * groups, real, numel, spec)
+        leave(y, value, row.to(tl.int64) + origin + owner * pitch, real, numel, spec)
         step += 1

@@ -11,18 +11,19 @@ Source: docs/kernels.md (why this schedule and not streams and events); docs/des
 import triton
 import triton.language as tl
 
+from echoreduce.kernels.place import describe
 from echoreduce.kernels.push import push
 from echoreduce.kernels.reduce import reduce
 from echoreduce.kernels.signal import EPOCH, finish
 from echoreduce.kernels.tail import tail
 
-RUNTIME = ["numel", "groups", "half", "area", "digest", "code", "patience", "steps", "pushers", "reducers"]
+RUNTIME = ["numel", "groups", "pitch", "origin", "half", "area", "digest", "code", "patience", "steps", "pushers", "reducers"]
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def two_shot_kernel(
     x, y, m0, e0, m1, e1, w0, w1, d0, r0, d1, r1,
-    table, control, record, numel, groups, half, area, digest, code, patience, steps, pushers, reducers,
+    table, control, record, numel, groups, pitch, origin, half, area, digest, code, patience, steps, pushers, reducers,
     spec: tl.constexpr,
 ):  # fmt: skip
     """One rank's whole call; see the stages for what each reads, writes, waits for and publishes.
@@ -31,8 +32,7 @@ def two_shot_kernel(
     """
     epoch = tl.load(control + EPOCH) + 1
     state = (m0, e0, m1, e1, w0, w1, d0, r0, d1, r1)
-    call = (table, control, record, numel.to(tl.int64), groups.to(tl.int64), half.to(tl.int64), area.to(tl.int64),
-            digest, patience.to(tl.int64), steps)  # fmt: skip
+    call = describe(table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps)
     chunks = tl.cdiv(tl.cdiv(groups, spec.rows), steps)
     pid = tl.program_id(0)
     if pid < pushers:

@@ -16,7 +16,7 @@ from echoreduce.kernels.signal import EPOCH
 from echoreduce.kernels.state import compensate, remember
 from echoreduce.kernels.tile import load_codes, load_values, step_rows
 
-RUNTIME = ["numel", "groups", "half", "area"]
+RUNTIME = ["numel", "groups", "pitch", "origin", "half", "area"]
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _remember_group(x, state, value, group, real, numel, spec: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUNTIME)
 def update_kernel(
-    x, m0, e0, m1, e1, w0, w1, d0, r0, d1, r1, table, control, numel, groups, half, area,
+    x, m0, e0, m1, e1, w0, w1, d0, r0, d1, r1, table, control, numel, groups, pitch, origin, half, area,
     one_shot: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Refresh the averages of the call that has just ended on this rank; a program owns steps, no flags, no order.
@@ -44,6 +44,8 @@ def update_kernel(
     state = (m0, e0, m1, e1, w0, w1, d0, r0, d1, r1)
     numel = numel.to(tl.int64)
     groups = groups.to(tl.int64)
+    pitch = pitch.to(tl.int64)
+    origin = origin.to(tl.int64)
     half = half.to(tl.int64)
     area = area.to(tl.int64)
     done = epoch == epoch
@@ -54,10 +56,10 @@ def update_kernel(
         row = row.to(tl.int64)
         if one_shot:
             value = add_copies(table, groups, row, done, epoch, half, area, spec)
-            _remember_group(x, state, value, row, real, numel, spec)
+            _remember_group(x, state, value, row + origin, real, numel, spec)
         else:
             for owner in tl.static_range(P):
                 here = landing(table, spec.rank, GATHER, owner, epoch, half, area, spec)
                 value = load_codes(here, groups, row, done, spec)
-                _remember_group(x, state, value, row + owner * groups, real, numel, spec)
+                _remember_group(x, state, value, row + origin + owner * pitch, real, numel, spec)
         step += tl.num_programs(0)
