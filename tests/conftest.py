@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from ranks import RankPool
 
 torch.set_num_threads(1)

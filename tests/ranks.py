@@ -116,7 +116,9 @@ def check(results: list[Any]) -> list[Any]:
     return results
 
 
-def _fresh(rank: int, size: int, rendezvous: str, timeout: float, function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+def _fresh(
+    rank: int, size: int, rendezvous: str, timeout: float, function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     pipe.send(_attempt(function, dist.group.WORLD, *args))

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from contributions import contributions, exact_steps
 
+from contributions import contributions, exact_steps
 from echoreduce import QuantConfig
 from echoreduce import reference as ref
 from echoreduce.errors import DTypeError

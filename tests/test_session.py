@@ -8,9 +8,9 @@ import threading
 
 import pytest
 import torch
-from contributions import contributions
 from torch import Tensor
 
+from contributions import contributions
 from echoreduce import EchoConfig, FeedbackConfig, QuantConfig, edges, preset
 from echoreduce import reference as ref
 from echoreduce.errors import ConfigError, PassError, ShapeError

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from contributions import contributions
-from ranks import RankPool
 from torch import Tensor
 
+from contributions import contributions
 from echoreduce import EchoConfig, FeedbackConfig, QuantConfig, preset
 from echoreduce import reference as ref
 from echoreduce.communicator import Communicator
@@ -20,6 +19,7 @@ from echoreduce.feedback import compensator
 from echoreduce.runtime.c10d import C10dBackend
 from echoreduce.session import Session
 from echoreduce.virtual import VirtualBackend
+from ranks import RankPool
 
 
 def sha(x: Tensor) -> str:
@@ -267,7 +267,9 @@ def test_o15_average_and_refused_operations(pool: RankPool) -> None:
 def disagree(group: Any, what: str) -> str:
     backend = C10dBackend(group)
     odd = backend.rank == 0
-    x = torch.randn(*((100, 256) if odd and what == "shape" else (2,) if odd and what == "length" else (3,) if what == "length" else (200, 256)))
+    x = torch.randn(
+        *((100, 256) if odd and what == "shape" else (2,) if odd and what == "length" else (3,) if what == "length" else (200, 256))
+    )
     if odd and what == "dtype":
         x = x.bfloat16()
     quant = QuantConfig(bits=8 if odd and what == "settings" else 4)

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from contributions import contributions
-from ranks import Failure, RankPool, check, kill_self, run_fresh
 from torch import Tensor
 
+from contributions import contributions
 from echoreduce import QuantConfig, preset
 from echoreduce import reference as ref
 from echoreduce.communicator import Communicator
 from echoreduce.errors import GroupError, PassError
 from echoreduce.runtime.c10d import C10dBackend
+from ranks import Failure, RankPool, check, kill_self, run_fresh
 
 
 def grid_of_groups(group: Any) -> tuple[bool, str]:

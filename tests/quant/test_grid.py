@@ -54,7 +54,9 @@ def test_every_value_is_within_half_a_step(data: list[float], bits: int, policy:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.lists(values, min_size=32, max_size=32), bits=st.integers(2, 8), policy=st.sampled_from(POLICIES), dtype=st.sampled_from(HALVES))
+@given(
+    data=st.lists(values, min_size=32, max_size=32), bits=st.integers(2, 8), policy=st.sampled_from(POLICIES), dtype=st.sampled_from(HALVES)
+)
 def test_parameters_survive_the_wire(data: list[float], bits: int, policy: str, dtype: torch.dtype) -> None:
     quant = QuantConfig(bits=bits, group_size=16, policy=policy)
     grid = fit(torch.tensor(data).reshape(2, 16), quant, dtype)

@@ -51,9 +51,7 @@ def test_a_segment_survives_the_wire(bits: int, policy: str, qparams: torch.dtyp
     assert data.dtype == torch.uint8
     assert data.shape == (2, segment_bytes(5, quant))
     back, back_grid = decode(data, 5, quant, qparams)
-    torch.testing.assert_close(
-        codec.dequantize(back, back_grid), codec.dequantize(level, grid), rtol=0, atol=0, equal_nan=True
-    )
+    torch.testing.assert_close(codec.dequantize(back, back_grid), codec.dequantize(level, grid), rtol=0, atol=0, equal_nan=True)
     assert codec.dequantize(back, back_grid)[1, 3].isnan().all()
 
 

@@ -12,7 +12,7 @@ from echoreduce.integrations.evaluation import Result
 from echoreduce.integrations.language_model import require
 from echoreduce.measure.report import write_json
 
-console = Console()
+console = Console(emoji=False, highlight=False)
 
 
 def print_results(results: list[Result], title: str, caption: str) -> None:

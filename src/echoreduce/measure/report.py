@@ -50,9 +50,10 @@ def environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as a reader would type it: program name and arguments, without the folder of the program."""
+    """The command as a reader would type it: program name and arguments, absolute paths cut to their last part."""
     program = Path(sys.argv[0]).name
-    return " ".join(["python -m echoreduce" if program == "__main__.py" else program, *sys.argv[1:]])
+    arguments = [Path(argument).name if argument.startswith("/") else argument for argument in sys.argv[1:]]
+    return " ".join(["python -m echoreduce" if program == "__main__.py" else program, *arguments])
 
 
 def commit() -> str | None:
