@@ -58,7 +58,7 @@ def push_all(first, stop, stride, x, state, call, code, epoch, spec: tl.constexp
 
 @triton.jit
 def add_copies(table, groups, row, arrived, epoch, half, area, spec: tl.constexpr):
-    """What the P copies of a tile stand for, added in rank order; fp32 [rows, lanes, 8, pieces]."""
+    """What the P copies of a tile stand for, added in rank order; fp32 [lanes, rows, 8, pieces]."""
     P: tl.constexpr = spec.world_size
     total = load_codes(landing(table, spec.rank, PUSH, 0, epoch, half, area, spec), groups, row, arrived, spec)
     for source in tl.static_range(1, P):

@@ -19,25 +19,25 @@ def _pair(x):
 
 @triton.jit
 def _inside_chunk(x, h: tl.constexpr, spec: tl.constexpr):
-    x = x.reshape(spec.rows, spec.lanes, 8 // (2 * h), 2, h, spec.pieces).permute(0, 1, 2, 4, 5, 3)
-    return _pair(x).permute(0, 1, 2, 5, 3, 4).reshape(spec.rows, spec.lanes, 8, spec.pieces)
+    x = x.reshape(spec.lanes, spec.rows, 8 // (2 * h), 2, h, spec.pieces).permute(0, 1, 2, 4, 5, 3)
+    return _pair(x).permute(0, 1, 2, 5, 3, 4).reshape(spec.lanes, spec.rows, 8, spec.pieces)
 
 
 @triton.jit
 def _across_lanes(x, h: tl.constexpr, spec: tl.constexpr):
-    x = x.reshape(spec.rows, spec.lanes // (2 * h), 2, h, 8, spec.pieces).permute(0, 1, 3, 4, 5, 2)
-    return _pair(x).permute(0, 1, 5, 2, 3, 4).reshape(spec.rows, spec.lanes, 8, spec.pieces)
+    x = x.reshape(spec.lanes // (2 * h), 2, h, spec.rows, 8, spec.pieces).permute(0, 2, 3, 4, 5, 1)
+    return _pair(x).permute(0, 5, 1, 2, 3, 4).reshape(spec.lanes, spec.rows, 8, spec.pieces)
 
 
 @triton.jit
 def _across_pieces(x, h: tl.constexpr, spec: tl.constexpr):
-    x = x.reshape(spec.rows, spec.lanes, 8, spec.pieces // (2 * h), 2, h).permute(0, 1, 2, 3, 5, 4)
-    return _pair(x).permute(0, 1, 2, 3, 5, 4).reshape(spec.rows, spec.lanes, 8, spec.pieces)
+    x = x.reshape(spec.lanes, spec.rows, 8, spec.pieces // (2 * h), 2, h).permute(0, 1, 2, 3, 5, 4)
+    return _pair(x).permute(0, 1, 2, 3, 5, 4).reshape(spec.lanes, spec.rows, 8, spec.pieces)
 
 
 @triton.jit
 def hadamard(x, spec: tl.constexpr):
-    """Turn each group of a tile [rows, lanes, 8, pieces] by the orthonormal Walsh-Hadamard matrix."""
+    """Turn each group of a tile [lanes, rows, 8, pieces] by the orthonormal Walsh-Hadamard matrix."""
     crossings: tl.constexpr = spec.lane_stages
     joints: tl.constexpr = spec.piece_stages
     for stage in tl.static_range(3):

@@ -1,6 +1,6 @@
 """Values to codes and back, in registers: the twin of `quant.grid`, `quant.codec` and `quant.packing`, bit for bit.
 
-A tile of groups is a tensor [rows, lanes, 8, pieces] of fp32 values (see `spec`), a grid a tensor [rows] a parameter. All arithmetic
+A tile of groups is a tensor [lanes, rows, 8, pieces] of fp32 values (see `spec`), a grid a tensor [rows] a parameter. All arithmetic
 is IEEE fp32 without contraction (kernels are compiled with `enable_fp_fusion=False`); the two divisions a group needs are correctly
 rounded. Four tricks keep the instructions a value few; each is exact:
 
@@ -36,12 +36,12 @@ def _min_nan(a, b):
 def extent(x, spec: tl.constexpr):
     """(smallest, largest) value of each group, [rows] fp32; NaN or Inf where a value is NaN."""
     if spec.native:
-        low = tl.reduce(tl.reduce(tl.reduce(x, 3, _min_nan), 2, _min_nan), 1, _min_nan)
-        high = tl.reduce(tl.reduce(tl.reduce(x, 3, _max_nan), 2, _max_nan), 1, _max_nan)
+        low = tl.reduce(tl.reduce(tl.reduce(x, 3, _min_nan), 2, _min_nan), 0, _min_nan)
+        high = tl.reduce(tl.reduce(tl.reduce(x, 3, _max_nan), 2, _max_nan), 0, _max_nan)
     else:  # the interpreter's maxima skip NaN
         x = tl.where(x == x, x, float("inf"))
-        low = tl.min(tl.min(tl.min(x, 3), 2), 1)
-        high = tl.max(tl.max(tl.max(x, 3), 2), 1)
+        low = tl.min(tl.min(tl.min(x, 3), 2), 0)
+        high = tl.max(tl.max(tl.max(x, 3), 2), 0)
     return low, high
 
 
@@ -141,8 +141,8 @@ def _finish(raw, low, one_sided, offset_bits, spec: tl.constexpr):
 
 @triton.jit
 def rows4(v):
-    """[rows] to [rows, 1, 1, 1]."""
-    return v[:, None, None, None]
+    """[rows] to [1, rows, 1, 1]."""
+    return v[None, :, None, None]
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def read_back(rounded, scale, offset, spec: tl.constexpr):
 
 @triton.jit
 def pack(rounded, zero, finite, index: tl.constexpr, spec: tl.constexpr):
-    """Plane `index` of the codes of a tile: its words [rows, lanes, pieces], int32, one a chunk.
+    """Plane `index` of the codes of a tile: its words [lanes, rows, pieces], int32, one a chunk.
 
     An 8-bit plane has two words a chunk: index 0 and 1 are the words of the lower and the upper four values.
     """
@@ -186,15 +186,15 @@ def pack(rounded, zero, finite, index: tl.constexpr, spec: tl.constexpr):
     if spec.bits == 8:
         inside = (e // 4) == index
         word = tl.sum(tl.where(inside, bits << (8 * (e % 4)), 0), 2)
-        word += (unshift * 0x01010101)[:, None, None]
+        word += (unshift * 0x01010101)[None, :, None]
     elif spec.plane_count == 1:
         ones: tl.constexpr = 0x11111111 if width == 4 else 0x5555
-        word = tl.sum(bits << (width * e), 2) + (unshift * ones)[:, None, None]
+        word = tl.sum(bits << (width * e), 2) + (unshift * ones)[None, :, None]
     else:
         shift: tl.constexpr = spec.below(index)
         code = ((bits + rows4(unshift)) >> shift) & ((1 << width) - 1)
         word = tl.sum(code << (width * e), 2)
-    return tl.where(finite[:, None, None], word, 0)
+    return tl.where(finite[None, :, None], word, 0)
 
 
 @triton.jit
@@ -211,26 +211,37 @@ def read_word(word, spec: tl.constexpr):
 
 
 @triton.jit
+def spread(word, spec: tl.constexpr):
+    """Each word of a tile eight times, [lanes, rows, 8, pieces], all in the thread that holds it.
+
+    Broadcasting would say the same, but lets the compiler give the copies to other threads and exchange the values through shared memory.
+    """
+    twice = tl.join(word, word)
+    four = tl.join(twice, twice)
+    return tl.join(four, four).reshape(spec.lanes, spec.rows, spec.pieces, 8).permute(0, 1, 3, 2)
+
+
+@triton.jit
 def unpack_words(first, second, word, spec: tl.constexpr):
     """Values of a tile from its code words and qparams.
 
     Args:
-        first: plane 0, int32 [rows, lanes, pieces]; for 8 bits the lower four values of each chunk.
+        first: plane 0, int32 [lanes, rows, pieces]; for 8 bits the lower four values of each chunk.
         second: for 8 bits the upper four values, else unused.
         word: qparams, int32 [rows].
     Returns:
-        fp32 [rows, lanes, 8, pieces]. Single-plane widths 4 and 8 only.
+        fp32 [lanes, rows, 8, pieces]. Single-plane widths 4 and 8 only.
     """
     scale, zero, offset = read_word(word, spec)
     e = tl.arange(0, 8)[None, None, :, None]
     if spec.bits == 8:
         part = e % 4
-        source = tl.where(e < 4, first[:, :, None, :], second[:, :, None, :])
+        source = tl.where(e < 4, spread(first, spec), spread(second, spec))
         source = tl.where(part < 2, source, source >> 16)
         position = 8 * (part % 2)
         mask = 255 << position
     else:
-        source = tl.where(e < 5, first[:, :, None, :], first[:, :, None, :] >> 20)
+        source = tl.where(e < 5, spread(first, spec), spread(first >> 20, spec))
         position = 4 * (e % 5)
         mask = 15 << position
     raised = ((source & mask) | MANTISSA).to(tl.float32, bitcast=True)
@@ -242,7 +253,7 @@ def unpack_words(first, second, word, spec: tl.constexpr):
 
 @triton.jit
 def unpack_codes(code, word, spec: tl.constexpr):
-    """Values of a tile from whole codes, int32 [rows, lanes, 8, pieces] (multi-plane widths)."""
+    """Values of a tile from whole codes, int32 [lanes, rows, 8, pieces] (multi-plane widths)."""
     scale, zero, offset = read_word(word, spec)
     level = (code | MANTISSA).to(tl.float32, bitcast=True) - 8388608.0 - rows4(zero)
     return reconstruct(level, rows4(scale), rows4(offset), spec)

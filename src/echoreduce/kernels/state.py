@@ -1,7 +1,8 @@
 """Feedback state between memory and registers: correction on entry, averages after the rounding; the twin of `feedback.compensator`.
 
 State is stored for the padded tensor in the quantizer's own domain, so a tile reads and writes it without a look at the caller's
-tensor. An average is one tensor of values and, for the float8 types, one int8 exponent a group.
+tensor. An average is one tensor of values; for the float8 types, int32 words of four, in the order in which threads hold them (as 8-bit
+codes on the wire: lower halves of a group's chunks, then upper halves, lane by lane), and one int32 exponent a group.
 
 Source: `feedback.compensator`; docs/design.md, Section 5.
 """
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from echoreduce.kernels.rotation import hadamard
 from echoreduce.kernels.rounding import rows4
-from echoreduce.kernels.tile import gather_pieces, lane_offsets, part_pieces, to_bf16
+from echoreduce.kernels.tile import gather_pieces, lane_offsets, part_pieces, store_pieces, to_bf16
 
 
 @triton.jit
@@ -28,37 +29,75 @@ def ceil_log2(x):
 
 
 @triton.jit
-def from_float8(stored, spec: tl.constexpr):
-    """Bits of a float8 number (int8) to fp32, exactly."""
+def _four_from_words(word, spec: tl.constexpr):
+    """The four float8 numbers of each int32 word, lowest byte first, as fp32 tensors of the word's shape; exact."""
     if spec.native_float8:
         if spec.state == "float8_e4m3":
-            return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            return tl.inline_asm_elementwise(
+                """{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q;
+                mov.b32 {l, h}, $4;
+                cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
+                mov.b32 {a, b}, p; mov.b32 {c, d}, q;
+                cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }""",
+                "=f,=f,=f,=f,r", [word], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+            )  # fmt: skip
         else:
-            return stored.to(tl.float8e5, bitcast=True).to(tl.float32)
+            return tl.inline_asm_elementwise(
+                """{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q;
+                mov.b32 {l, h}, $4;
+                cvt.rn.f16x2.e5m2x2 p, l; cvt.rn.f16x2.e5m2x2 q, h;
+                mov.b32 {a, b}, p; mov.b32 {c, d}, q;
+                cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }""",
+                "=f,=f,=f,=f,r", [word], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+            )  # fmt: skip
     else:
-        bits = stored.to(tl.int32) & 0xFF
-        if spec.state == "float8_e4m3":
-            magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120 moves the exponent's bias
-        else:
-            magnitude = ((bits & 0x7F) << 21).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2**112
-        return tl.where(bits >= 0x80, -magnitude, magnitude)
+        return (
+            _from_byte(word << 24, spec), _from_byte(word << 16, spec), _from_byte(word << 8, spec), _from_byte(word, spec),
+        )  # fmt: skip
 
 
 @triton.jit
-def to_float8(value, spec: tl.constexpr):
-    """fp32 within the type's range to float8, rounded half to even; int8 bits."""
-    if spec.native_float8:
-        if spec.state == "float8_e4m3":
-            return value.to(tl.float8e4nv).to(tl.int8, bitcast=True)
-        else:
-            return value.to(tl.float8e5).to(tl.int8, bitcast=True)
+def _from_byte(word, spec: tl.constexpr):
+    """The float8 number in the highest byte of each word; its exponent and mantissa become fp32's, then a power of two moves the bias."""
+    if spec.state == "float8_e4m3":
+        return ((word >> 4) & -0x7810_0000).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120; mask 0x87F00000
     else:
-        return _to_float8_by_bits(value, spec)
+        return ((word >> 3) & -0x7020_0000).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2**112; mask 0x8FE00000
 
 
 @triton.jit
-def _to_float8_by_bits(value, spec: tl.constexpr):
-    """As `to_float8`, in integer arithmetic."""
+def _four_to_words(a, b, c, d, spec: tl.constexpr):
+    """Four fp32 tensors within 256 in magnitude to float8 words, rounded half to even; what is not finite becomes zero.
+
+    The device's conversion turns NaN and what is too large into the type's largest codes, which no number within 256 has; these bytes
+    are cleared four at a time.
+    """
+    if spec.native_float8:
+        if spec.state == "float8_e4m3":
+            return tl.inline_asm_elementwise(
+                """{ .reg .b16 l, h; .reg .b32 w, t;
+                cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;
+                mov.b32 w, {l, h};
+                and.b32 t, w, 0x7F7F7F7F; add.u32 t, t, 0x02020202; prmt.b32 t, t, 0, 0xBA98; not.b32 t, t; and.b32 $0, w, t; }""",
+                "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b16 l, h; .reg .b32 w, t;
+                cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3;
+                mov.b32 w, {l, h};
+                and.b32 t, w, 0x7F7F7F7F; add.u32 t, t, 0x05050505; prmt.b32 t, t, 0, 0xBA98; not.b32 t, t; and.b32 $0, w, t; }""",
+                "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        low = _to_byte(a, spec) | (_to_byte(b, spec) << 8)
+        return low | (_to_byte(c, spec) << 16) | (_to_byte(d, spec) << 24)
+
+
+@triton.jit
+def _to_byte(value, spec: tl.constexpr):
+    """fp32 within 256 in magnitude to the bits of a float8 number, in integer arithmetic."""
+    value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
@@ -70,14 +109,57 @@ def _to_float8_by_bits(value, spec: tl.constexpr):
         normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
         small = ((size * 65536.0 + 12582912.0) - 12582912.0).to(tl.int32)
         smallest: tl.constexpr = 0.00006103515625
-    sign = tl.where(bits < 0, 0x80, 0)
-    return (tl.where(size < smallest, small, normal) | sign).to(tl.int8)
+    return tl.where(size < smallest, small, normal) | tl.where(bits < 0, 0x80, 0)
+
+
+@triton.jit
+def _words_at(values, group, spec: tl.constexpr):
+    """Pointers to the words of a tile's lower half chunks, int32 [lanes, rows, pieces]; the upper halves follow lanes * pieces words on."""
+    lane = tl.arange(0, spec.lanes)[:, None, None] * spec.pieces + tl.arange(0, spec.pieces)[None, None, :]
+    return values + ((group * (spec.group_size // 4))[None, :, None] + lane)
+
+
+@triton.jit
+def load_float8(values, group, spec: tl.constexpr):
+    """Stored float8 numbers of a tile, fp32 [lanes, rows, 8, pieces], not yet scaled."""
+    at = _words_at(values, group, spec)
+    a, b, c, d = _four_from_words(tl.load(at), spec)
+    e, f, g, h = _four_from_words(tl.load(at + spec.lanes * spec.pieces), spec)
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.join(even, odd).reshape(spec.lanes, spec.rows, spec.pieces, 8).permute(0, 1, 3, 2)
+
+
+@triton.jit
+def store_float8(values, value, group, real, spec: tl.constexpr):
+    """Inverse of `load_float8`."""
+    octets = value.permute(0, 1, 3, 2).reshape(spec.lanes, spec.rows, spec.pieces, 2, 2, 2)
+    even, odd = tl.split(octets)
+    ae, cg = tl.split(even)
+    bf, dh = tl.split(odd)
+    a, e = tl.split(ae)
+    b, f = tl.split(bf)
+    c, g = tl.split(cg)
+    d, h = tl.split(dh)
+    at = _words_at(values, group, spec)
+    keep = real[None, :, None]
+    tl.store(at, _four_to_words(a, b, c, d, spec), mask=keep)
+    tl.store(at + spec.lanes * spec.pieces, _four_to_words(e, f, g, h, spec), mask=keep)
 
 
 @triton.jit
 def load_average(values, exponents, group, spec: tl.constexpr):
-    """One average of a tile's groups, fp32 [rows, lanes, 8, pieces]; reads it once."""
-    at = (group * spec.group_size)[:, None, None] + lane_offsets(spec)
+    """One average of a tile's groups, fp32 [lanes, rows, 8, pieces]; reads it once."""
+    if spec.float8:
+        exponent = tl.load(exponents + group)
+        return load_float8(values, group, spec) * rows4(power_of_two(exponent))
+    else:
+        return _load_plain(values, group, spec)
+
+
+@triton.jit
+def _load_plain(values, group, spec: tl.constexpr):
+    at = (group * spec.group_size)[None, :, None] + lane_offsets(spec)
     stride: tl.constexpr = spec.lanes * 8
     last: tl.constexpr = spec.pieces - 1
     two: tl.constexpr = last if last < 1 else 1
@@ -87,10 +169,7 @@ def load_average(values, exponents, group, spec: tl.constexpr):
     c = tl.load(values + (at + three * stride))
     d = tl.load(values + (at + last * stride))
     stored = gather_pieces(a, b, c, d, spec)
-    if spec.float8:
-        exponent = tl.load(exponents + group).to(tl.int32)
-        return from_float8(stored, spec) * rows4(power_of_two(exponent))
-    elif spec.state == "bf16" and not spec.native:
+    if spec.state == "bf16" and not spec.native:
         return (stored.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return stored.to(tl.float32)
@@ -101,31 +180,26 @@ def store_average(value, step, values, exponents, group, real, bounded: tl.const
     """Write one average of a tile's groups.
 
     Args:
-        value: fp32 [rows, lanes, 8, pieces], finite.
+        value: fp32 [lanes, rows, 8, pieces], finite; a bounded float8 average may hold what is not finite, which is stored as zero.
         step: scale of the grid on which each group was rounded, fp32 [rows]; sets the float8 exponent if `bounded`.
     """
     if spec.float8:
         if bounded:
             bound = 0.5 * tl.where(step < float("inf"), step, 0.0)
         else:
-            bound = tl.max(tl.max(tl.max(tl.abs(value), 3), 2), 1)
+            bound = tl.max(tl.max(tl.max(tl.abs(value), 3), 2), 0)
         exponent = tl.minimum(tl.maximum(ceil_log2(bound) - 8, -126), 126)
-        tl.store(exponents + group, exponent.to(tl.int8), mask=real)
-        stored = to_float8(value * rows4(power_of_two(-exponent)), spec)
-    elif spec.state == "bf16":
-        stored = to_bf16(value, spec)
+        tl.store(exponents + group, exponent, mask=real)
+        store_float8(values, value * rows4(power_of_two(-exponent)), group, real, spec)
     else:
         stored = value
-    a, b, c, d = part_pieces(stored, spec)
-    where = values + (group * spec.group_size)[:, None, None] + lane_offsets(spec)
-    stride: tl.constexpr = spec.lanes * 8
-    keep = real[:, None, None]
-    tl.store(where, a, mask=keep)
-    if spec.pieces > 1:
-        tl.store(where + stride, b, mask=keep)
-    if spec.pieces > 2:
-        tl.store(where + 2 * stride, c, mask=keep)
-        tl.store(where + 3 * stride, d, mask=keep)
+        if spec.state == "bf16":
+            stored = to_bf16(value, spec)
+        a, b, c, d = part_pieces(stored, spec)
+        keep = real[None, :, None]
+        store_pieces(
+            values + ((group * spec.group_size)[None, :, None] + lane_offsets(spec)), a, b, c, d, keep, keep, keep, keep, spec.lanes * 8, spec
+        )
 
 
 @triton.jit
@@ -164,7 +238,8 @@ def _refresh(residual, step, values, exponents, decay, rest, group, real, index:
 def remember(residual, step, state, group, real, spec: tl.constexpr):
     """Refresh the averages with the residual of a tile; what is not finite counts as zero and never reaches the next site."""
     m0, e0, m1, e1, weight0, weight1, decay0, rest0, decay1, rest1 = state
-    residual = tl.where(tl.abs(residual) < float("inf"), residual, 0.0)
+    if not (spec.float8 and spec.decaying == 0 and spec.residual == "local"):  # else the conversion itself does it
+        residual = tl.where(tl.abs(residual) < float("inf"), residual, 0.0)
     _refresh(residual, step, m0, e0, decay0, rest0, group, real, 0, spec)
     if spec.averages == 2:
         _refresh(residual, step, m1, e1, decay1, rest1, group, real, 1, spec)

@@ -10,7 +10,7 @@ Source: docs/kernels.md.
 import triton
 import triton.language as tl
 
-from echoreduce.kernels.rounding import pack, unpack_codes, unpack_words
+from echoreduce.kernels.rounding import pack, spread, unpack_codes, unpack_words
 
 
 @triton.jit
@@ -22,15 +22,15 @@ def step_rows(step, groups, spec: tl.constexpr):
 
 @triton.jit
 def lane_offsets(spec: tl.constexpr):
-    """Offset of each value of a thread's first chunk inside its group, int32 [1, lanes, 8]."""
-    return tl.arange(0, spec.lanes)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    """Offset of each value of a thread's first chunk inside its group, int32 [lanes, 1, 8]."""
+    return tl.arange(0, spec.lanes)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
 
 
 @triton.jit
 def gather_pieces(a, b, c, d, spec: tl.constexpr):
-    """Chunks of a tile, each [rows, lanes, 8], to one tensor [rows, lanes, 8, pieces]; as many are used as there are pieces."""
+    """Chunks of a tile, each [lanes, rows, 8], to one tensor [lanes, rows, 8, pieces]; as many are used as there are pieces."""
     if spec.pieces == 4:
-        return tl.join(tl.join(a, c), tl.join(b, d)).reshape(spec.rows, spec.lanes, 8, 4)
+        return tl.join(tl.join(a, c), tl.join(b, d)).reshape(spec.lanes, spec.rows, 8, 4)
     elif spec.pieces == 2:
         return tl.join(a, b)
     else:
@@ -41,7 +41,7 @@ def gather_pieces(a, b, c, d, spec: tl.constexpr):
 def part_pieces(x, spec: tl.constexpr):
     """Inverse of `gather_pieces`; unused ones repeat the first."""
     if spec.pieces == 4:
-        ac, bd = tl.split(x.reshape(spec.rows, spec.lanes, 8, 2, 2))
+        ac, bd = tl.split(x.reshape(spec.lanes, spec.rows, 8, 2, 2))
         a, c = tl.split(ac)
         b, d = tl.split(bd)
         return a, b, c, d
@@ -49,7 +49,7 @@ def part_pieces(x, spec: tl.constexpr):
         a, b = tl.split(x)
         return a, b, a, b
     else:
-        a = x.reshape(spec.rows, spec.lanes, 8)
+        a = x.reshape(spec.lanes, spec.rows, 8)
         return a, a, a, a
 
 
@@ -86,11 +86,11 @@ def to_bf16(x, spec: tl.constexpr):
 
 @triton.jit
 def load_values(x, group, numel, spec: tl.constexpr):
-    """Values of the groups `group` (int64 [rows], counted in the padded tensor) as fp32 [rows, lanes, 8, pieces].
+    """Values of the groups `group` (int64 [rows], counted in the padded tensor) as fp32 [lanes, rows, 8, pieces].
 
     Reads each value once; one 16-byte load a chunk of 16-bit data.
     """
-    start = (group * spec.group_size)[:, None, None] + lane_offsets(spec)
+    start = (group * spec.group_size)[None, :, None] + lane_offsets(spec)
     stride: tl.constexpr = spec.lanes * 8
     last: tl.constexpr = spec.pieces - 1
     two: tl.constexpr = last if last < 1 else 1
@@ -117,22 +117,22 @@ def load_values(x, group, numel, spec: tl.constexpr):
 @triton.jit
 def store_values(y, group, real, numel, value, spec: tl.constexpr):
     """Write a tile's values (fp32) to the caller's tensor in its own type; padding and surplus rows are left out."""
-    start = (group * spec.group_size)[:, None, None] + lane_offsets(spec)
+    start = (group * spec.group_size)[None, :, None] + lane_offsets(spec)
     stride: tl.constexpr = spec.lanes * 8
     a, b, c, d = part_pieces(from_fp32(value, spec), spec)
     if spec.even:
-        keep = real[:, None, None]
-        _store_pieces(y + start, a, b, c, d, keep, keep, keep, keep, stride, spec)
+        keep = real[None, :, None]
+        store_pieces(y + start, a, b, c, d, keep, keep, keep, keep, stride, spec)
     elif (tl.max(group, 0) + 1) * spec.group_size <= numel:
-        keep = real[:, None, None]
-        _store_pieces(y + start, a, b, c, d, keep, keep, keep, keep, stride, spec)
+        keep = real[None, :, None]
+        store_pieces(y + start, a, b, c, d, keep, keep, keep, keep, stride, spec)
     else:
-        room = tl.where(real[:, None, None], numel - start, 0)
-        _store_pieces(y + start, a, b, c, d, room > 0, room > stride, room > 2 * stride, room > 3 * stride, stride, spec)
+        room = tl.where(real[None, :, None], numel - start, 0)
+        store_pieces(y + start, a, b, c, d, room > 0, room > stride, room > 2 * stride, room > 3 * stride, stride, spec)
 
 
 @triton.jit
-def _store_pieces(where, a, b, c, d, ka, kb, kc, kd, stride: tl.constexpr, spec: tl.constexpr):
+def store_pieces(where, a, b, c, d, ka, kb, kc, kd, stride: tl.constexpr, spec: tl.constexpr):
     tl.store(where, a, mask=ka)
     if spec.pieces > 1:
         tl.store(where + stride, b, mask=kb)
@@ -143,9 +143,9 @@ def _store_pieces(where, a, b, c, d, ka, kb, kc, kd, stride: tl.constexpr, spec:
 
 @triton.jit
 def words_of(row, spec: tl.constexpr):
-    """Offset of each word of a tile in a plane with one word a chunk, int64 [rows, lanes, pieces]; a thread's words are neighbours."""
-    lane = tl.arange(0, spec.lanes)[None, :, None] * spec.pieces + tl.arange(0, spec.pieces)[None, None, :]
-    return (row * (spec.lanes * spec.pieces))[:, None, None] + lane
+    """Offset of each word of a tile in a plane with one word a chunk, int64 [lanes, rows, pieces]; a thread's words are neighbours."""
+    lane = tl.arange(0, spec.lanes)[:, None, None] * spec.pieces + tl.arange(0, spec.pieces)[None, None, :]
+    return (row * (spec.lanes * spec.pieces))[None, :, None] + lane
 
 
 @triton.jit
@@ -164,9 +164,9 @@ def store_codes(landing, groups, row, real, rounded, zero, word, finite, spec: t
     """
     planes: tl.constexpr = spec.plane_count
     at = words_of(row, spec)
-    keep = real[:, None, None]
+    keep = real[None, :, None]
     if spec.bits == 8:
-        plane = tl.multiple_of(landing, 16).to(tl.pointer_type(tl.int32))
+        plane = tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16)
         at = words_of(2 * row, spec)
         tl.store(plane + at, pack(rounded, zero, finite, 0, spec), mask=keep)
         tl.store(plane + at + spec.lanes * spec.pieces, pack(rounded, zero, finite, 1, spec), mask=keep)
@@ -181,7 +181,7 @@ def plane_at(landing, groups, index: tl.constexpr, spec: tl.constexpr):
     """Pointer to code plane `index` of a landing area; its element holds the plane's bits of one chunk."""
     kind: tl.constexpr = tl.int8 if spec.width(index) == 1 else (tl.int16 if spec.width(index) == 2 else tl.int32)
     before: tl.constexpr = spec.group_size * spec.below(index) // 8
-    return tl.multiple_of(landing + groups * before, 16).to(tl.pointer_type(kind))
+    return tl.multiple_of((landing + groups * before).to(tl.pointer_type(kind)), 16)
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def store_word(landing, groups, row, real, word, spec: tl.constexpr):
 
 @triton.jit
 def load_codes(landing, groups, row, arrived, spec: tl.constexpr):
-    """What a landing area holds for a tile's groups, fp32 [rows, lanes, 8, pieces]; NaN if `arrived` is false (a wait was given up)."""
+    """What a landing area holds for a tile's groups, fp32 [lanes, rows, 8, pieces]; NaN if `arrived` is false (a wait was given up)."""
     at = words_of(row, spec)
     qparams = qparams_at(landing, groups, spec)
     if spec.symmetric:
@@ -210,11 +210,11 @@ def load_codes(landing, groups, row, arrived, spec: tl.constexpr):
         word = tl.load(qparams.to(tl.pointer_type(tl.int32)) + row)
     word = tl.where(arrived, word, 0x7E00 if spec.half_qparams else 0x7FC0)
     if spec.bits == 8:
-        plane = tl.multiple_of(landing, 16).to(tl.pointer_type(tl.int32))
+        plane = tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16)
         at = words_of(2 * row, spec)
         return unpack_words(tl.load(plane + at), tl.load(plane + at + spec.lanes * spec.pieces), word, spec)
     elif spec.bits == 4:
-        words = tl.load(tl.multiple_of(landing, 16).to(tl.pointer_type(tl.int32)) + at)
+        words = tl.load(tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16) + at)
         return unpack_words(words, words, word, spec)
     else:
         return unpack_codes(_load_planes(landing, groups, at, spec), word, spec)
@@ -222,9 +222,9 @@ def load_codes(landing, groups, row, arrived, spec: tl.constexpr):
 
 @triton.jit
 def _load_planes(landing, groups, at, spec: tl.constexpr):
-    """Codes of several planes put together, int32 [rows, lanes, 8, pieces]."""
+    """Codes of several planes put together, int32 [lanes, rows, 8, pieces]."""
     planes: tl.constexpr = spec.plane_count
-    code = tl.full([spec.rows, spec.lanes, 8, spec.pieces], 0, tl.int32)
+    code = tl.full([spec.lanes, spec.rows, 8, spec.pieces], 0, tl.int32)
     for index in tl.static_range(planes):
         code |= _load_plane(landing, groups, at, index, spec)
     return code
@@ -234,4 +234,4 @@ def _load_planes(landing, groups, at, spec: tl.constexpr):
 def _load_plane(landing, groups, at, index: tl.constexpr, spec: tl.constexpr):
     words = tl.load(plane_at(landing, groups, index, spec) + at).to(tl.int32)
     e = tl.arange(0, 8)[None, None, :, None]
-    return ((words[:, :, None, :] >> (spec.width(index) * e)) & spec.plane_mask(index)) << spec.below(index)
+    return ((spread(words, spec) >> (spec.width(index) * e)) & spec.plane_mask(index)) << spec.below(index)

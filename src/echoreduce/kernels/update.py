@@ -26,7 +26,7 @@ def _remember_group(x, state, value, group, real, numel, spec: tl.constexpr):
     if spec.world_size & (spec.world_size - 1) == 0:
         share = value * (1.0 / spec.world_size)
     else:
-        share = tl.math.div_rn(value, tl.full([spec.rows, spec.lanes, 8, spec.pieces], spec.world_size, tl.float32))
+        share = tl.math.div_rn(value, tl.full([spec.lanes, spec.rows, 8, spec.pieces], spec.world_size, tl.float32))
     remember(own - share, tl.full([spec.rows], 0.0, tl.float32), state, group, real, spec)
 
 
