@@ -23,7 +23,7 @@ from echoreduce.cli.sizes import format_bytes
 from echoreduce.collectives.catalogue import build
 from echoreduce.collectives.program import Program
 from echoreduce.collectives.run import DeviceRunner, Runner, measure
-from echoreduce.cost.calibrate import Calibration, Comparison, Measure, campaign
+from echoreduce.cost.calibrate import Calibration, Comparison, Measure, collect, conclude
 from echoreduce.errors import BackendUnavailable, CheckError, ConfigError
 
 #: Compared with the model; pipelined ones in 4 pieces.
@@ -39,7 +39,7 @@ class Plan:
         backend: gloo, nccl or p2p.
         world_sizes: processes or devices, measured one after the other (nccl: torchrun's number counts).
         sizes: bytes of the compared messages.
-        sweeps, repeats, timeout: see `echoreduce calibrate --help`.
+        sweeps, repeats, timeout, quietest: see `echoreduce calibrate --help`.
     """
 
     backend: str
@@ -48,6 +48,7 @@ class Plan:
     sweeps: int
     repeats: int
     timeout: int
+    quietest: bool = False
 
     def __post_init__(self) -> None:
         if not self.world_sizes or min(self.world_sizes) < 2:
@@ -78,7 +79,7 @@ def run(plan: Plan) -> list[Result] | None:
         return [_over_devices(plan, n) for n in plan.world_sizes]
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         result = _in_group(plan, None)
-        return None if int(os.environ["RANK"]) else [result]
+        return None if result is None else [result]
     if plan.backend == "nccl":
         raise BackendUnavailable("NCCL needs one process a GPU: torchrun --nproc-per-node 2 -m echoreduce calibrate --backend nccl")
     return [_spawn(plan, n) for n in plan.world_sizes]
@@ -95,11 +96,11 @@ def _spawn(plan: Plan, world_size: int) -> Result:
 def _process(rank: int, plan: Plan, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     result = _in_group(plan, (rank, world_size, folder))
-    if rank == 0:
+    if result is not None:
         torch.save(result, Path(folder, "result"))
 
 
-def _in_group(plan: Plan, spawned: tuple[int, int, str] | None) -> Result:
+def _in_group(plan: Plan, spawned: tuple[int, int, str] | None) -> Result | None:
     """Calibrate inside one process of a group that this function opens and closes."""
     limit = datetime.timedelta(seconds=plan.timeout)
     device = torch.device("cpu")
@@ -117,16 +118,20 @@ def _in_group(plan: Plan, spawned: tuple[int, int, str] | None) -> Result:
         dist.init_process_group(plan.backend, init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=limit)
     try:
         world_size = dist.get_world_size()
-        return _campaign(plan, world_size, _timer(device, plan.repeats), lambda p: _check(p, device))
+        return _campaign(plan, world_size, _timer(device, plan.repeats), lambda p: _check(p, device), dist.get_rank() == 0)
     finally:
         dist.destroy_process_group()
 
 
-def _campaign(plan: Plan, world_size: int, timer: Measure, check: Callable[[Program], None]) -> Result:
+def _campaign(plan: Plan, world_size: int, timer: Measure, check: Callable[[Program], None], reports: bool) -> Result | None:
+    """Check, measure and, on the reporting rank, fit."""
     programs = [build(name, world_size, 1, PIECES) for name in COMPARED]
     for program in programs:
         check(program)  # correctness gates timing
-    constants, compared = campaign(timer, world_size, programs, plan.sizes, plan.sweeps)
+    measured = collect(timer, world_size, programs, plan.sizes, plan.sweeps)
+    if not reports:
+        return None
+    constants, compared = conclude(measured, plan.quietest)
     return Result(constants, tuple(compared))
 
 
@@ -169,7 +174,9 @@ def _over_devices(plan: Plan, world_size: int) -> Result:
         for tensor in DeviceRunner(program, devices, 1000)(tensors(1000)):
             _same(program, tensor.cpu(), expected)
 
-    return _campaign(plan, world_size, timer, check)
+    result = _campaign(plan, world_size, timer, check, reports=True)
+    assert result is not None, "one process reports"
+    return result
 
 
 def show(result: Result, console: Console) -> None:
@@ -183,10 +190,11 @@ def show(result: Result, console: Console) -> None:
         highlight=False,
     )
     table = Table()
-    for name in ("algorithm", "message", "measured", "predicted", "error"):
+    for name in ("algorithm", "message", "measured", "spread", "predicted", "error"):
         table.add_column(name, justify="left" if name == "algorithm" else "right")
     for row in result.comparisons:
-        times = (f"{1e3 * row.measured:.3f} ms", f"{1e3 * row.predicted:.3f} ms")
+        spread = f"{1e3 * row.spread[0]:.3f} .. {1e3 * row.spread[1]:.3f}"
+        times = (f"{1e3 * row.measured:.3f} ms", spread, f"{1e3 * row.predicted:.3f} ms")
         table.add_row(row.algorithm, format_bytes(row.nbytes), *times, f"{100 * row.error:+.0f} %")
     console.print(table)
     within = sum(abs(row.error) <= 0.25 for row in result.comparisons)

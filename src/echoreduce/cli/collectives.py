@@ -282,6 +282,7 @@ def calibrate(
     step: Step = None,
     sweeps: Annotated[int, typer.Option(min=1, help="how often everything is measured; medians count")] = 5,
     repeats: Annotated[int, typer.Option(min=1, help="calls of each program in a sweep")] = 3,
+    quietest: Annotated[bool, typer.Option("--quietest", help="the fastest sweep counts, for a machine that others use too")] = False,
     timeout: Annotated[int, typer.Option(min=1, help="seconds after which a process gives up on its peers")] = 120,
     json_path: Json = None,
 ) -> None:
@@ -290,7 +291,9 @@ def calibrate(
 
     with refused():
         sizes = parse_range(min_size, max_size, factor, step)
-        plan = calibration.Plan(backend.value, tuple(_integers(world_size, "--world-size")), tuple(sizes), sweeps, repeats, timeout)
+        plan = calibration.Plan(
+            backend.value, tuple(_integers(world_size, "--world-size")), tuple(sizes), sweeps, repeats, timeout, quietest
+        )
     results = calibration.run(plan)
     if results is None:
         return  # another rank prints

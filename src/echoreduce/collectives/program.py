@@ -159,8 +159,9 @@ class Program:
         phases: what happens, in order.
         switch_homes: one entry for each switch, a participant from world_size on that adds and copies but contributes nothing (in-switch
             reduction): the node that it sits in, or NETWORK.
-        period: ranks r and r + period play the same part (a relabelling of ranks and chunks that moves whole nodes maps one on the
-            other), so the first `period` ranks stand for all; None where no such symmetry holds.
+        period: claims that all ranks play the same part, and that ranks r and r + period do so even when nodes are told apart (a
+            relabelling of ranks and chunks that moves whole nodes maps one on the other), so the first `period` ranks stand for all.
+            None claims nothing.
     """
 
     name: str

@@ -2,7 +2,8 @@
 
 Each buffer entry is a vector of counts, one a contributing rank. A program is right if every rank ends with every contribution exactly
 once in every chunk, and it is clean if on the way no transfer races with another, doubles a contribution or brings nothing new. Because
-the operator is associative and commutative, counts are all there is to know: a program that passes is right for every input.
+the operator is associative and commutative, counts are all there is to know: a program that passes is right for every input. A program
+that claims a `period` must also load all ranks alike in every round, since the simulator builds on that.
 
 Leaves out: rounding (see `interpreter`), and time. Cost: rounds x transfers x ranks small integers, in numpy.
 Source: docs/design.md, Section 8; the symbolic check of msccl-tools for the idea.
@@ -44,7 +45,7 @@ def find_fault(program: Program) -> Counterexample | None:
     state = np.zeros((program.participants, program.chunks, n), dtype=np.int16)
     state[np.arange(n), :, np.arange(n)] = 1
     for index, round_ in enumerate(program.rounds()):
-        text = _malformed(program, round_)
+        text = _malformed(program, round_) or _lopsided(program, round_)
         if text is None:
             text = _apply(state, round_.per_chunk())
         if text is not None:
@@ -77,6 +78,18 @@ def _malformed(program: Program, round_: Round) -> str | None:
         return None
     i = int(np.argmax(bad))
     return f"transfer {round_.src[i]} -> {round_.dst[i]} of chunks {round_.lo[i]} .. {round_.hi[i] - 1} is outside the program"
+
+
+def _lopsided(program: Program, round_: Round) -> str | None:
+    """A rank that sends or receives another number of chunks than rank 0, in a program that claims that all ranks are alike."""
+    if program.period is None:
+        return None
+    for end, verb in ((round_.src, "sends"), (round_.dst, "receives")):
+        chunks = np.bincount(end, weights=round_.hi - round_.lo, minlength=program.world_size)
+        odd = np.flatnonzero(chunks != chunks[0])
+        if odd.size:
+            return f"rank {odd[0]} {verb} {chunks[odd[0]]:.0f} chunks, rank 0 {chunks[0]:.0f}, where all are said to be alike"
+    return None
 
 
 def _apply(state: Counts, round_: Round) -> str | None:

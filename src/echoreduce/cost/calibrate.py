@@ -7,9 +7,11 @@ whose processes share cores and memory takes
 
     alpha + m (overhead + b beta_host) + b gamma,
 
-which is fitted by least squares of relative errors; `pair` alone gives the link's own beta. Where a shift costs no more a byte than a pair,
-links do not share anything and the host term is left out. With more processes than cores the host term is not a detail: it is
-the time that cores need to move everybody's bytes. Constants are fitted for each world size, since alpha then contains the scheduler.
+if it stands alone, but ranks run ahead of each other and hide part of alpha. So the constants are those with which the simulator, playing
+the same probes, comes nearest to the measured times (least squares of logarithms by Levenberg and Marquardt, from a linear fit). The
+link's own beta comes from `pair`. Where a shift costs no more a byte than a pair, links share nothing and the host term is left out. With
+more processes than cores the host term is not a detail: it is the time that cores need to move everybody's bytes. Constants are fitted for
+each world size, since alpha then contains the scheduler.
 
 Probes and all-reduces are measured in turn, several times over, and medians are compared: on a machine with other work, what is measured
 minutes apart is not measured on the same machine.
@@ -21,7 +23,7 @@ Source: docs/design.md, Section 8; LogGP (Alexandrov et al., 1995) for the overh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,9 @@ PROBE_BYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
 
 #: Rounds of a probe.
 PROBE_ROUNDS = 4
+
+#: Start of constants whose linear fit is 0, since the fit is in logarithms.
+_SMALLEST = 1e-15
 
 #: A shift that costs this much more a byte than a pair shows that messages share something.
 _SHARED = 1.15
@@ -102,12 +107,14 @@ class Comparison:
         algorithm: name in `collectives.catalogue`.
         nbytes: bytes of the message.
         measured, predicted: seconds.
+        spread: fastest and slowest sweep, seconds.
     """
 
     algorithm: str
     nbytes: int
     measured: float
     predicted: float
+    spread: tuple[float, float]
 
     @property
     def error(self) -> float:
@@ -116,7 +123,7 @@ class Comparison:
 
 
 def probes(world_size: int) -> dict[str, Program]:
-    """The probe programs by name: PROBE_ROUNDS rounds of one shape.
+    """The probe programs by name: PROBE_ROUNDS rounds of one shape, each over other values, as the rounds of an all-reduce are.
 
     Raises:
         ConfigError: fewer than two ranks.
@@ -126,36 +133,54 @@ def probes(world_size: int) -> dict[str, Program]:
     ranks = np.arange(world_size, dtype=np.int64)
     source = np.repeat(ranks, world_size - 1)
     ahead = np.tile(ranks[1:], world_size)
-    shift = [Round.of(ranks, (ranks + 1) % world_size, 0, 1, reduce=reduce) for reduce in (False, True)]
+    steps = range(PROBE_ROUNDS)
+
+    def shift(step: int, reduce: bool) -> Round:
+        return Round.of(ranks, (ranks + 1) % world_size, step, step + 1, reduce)
+
     rounds = {
-        "pair": [Round.of(i % 2, 1 - i % 2, 0, 1, reduce=False) for i in range(PROBE_ROUNDS)],
-        "shift": [shift[0]] * PROBE_ROUNDS,
-        "shift and add": [shift[1]] * PROBE_ROUNDS,
+        "pair": [Round.of(i % 2, 1 - i % 2, i, i + 1, reduce=False) for i in steps],
+        "shift": [shift(i, reduce=False) for i in steps],
+        "shift and add": [shift(i, reduce=True) for i in steps],
     }
     if world_size > 2:  # a chunk for each distance, so that no two messages write one place
         exchange = Round.of(source, (source + ahead) % world_size, ahead - 1, ahead, reduce=False)
         rounds["exchange"] = [exchange] * PROBE_ROUNDS
-    return {name: from_rounds(name, world_size, int(r[0].hi.max()), r) for name, r in rounds.items()}
+    return {name: from_rounds(name, world_size, max(int(r.hi.max()) for r in parts), parts) for name, parts in rounds.items()}
 
 
-def campaign(
+@dataclass(frozen=True)
+class Measured:
+    """Times of a campaign, before anything is fitted.
+
+    Attributes:
+        world_size: ranks.
+        probes, runs: (program, bytes of its message) of the probes and of the all-reduces to compare.
+        times: seconds, shape [sweeps, probes + runs].
+    """
+
+    world_size: int
+    probes: tuple[tuple[Program, int], ...]
+    runs: tuple[tuple[Program, int], ...]
+    times: NDArray[np.float64]
+
+
+def collect(
     measure: Measure,
     world_size: int,
     programs: Sequence[Program] = (),
     sizes: Sequence[int] = (),
     sweeps: int = 3,
     probe_sizes: Sequence[int] = PROBE_BYTES,
-) -> tuple[Calibration, list[Comparison]]:
-    """Measure probes and all-reduces in turn, fit the constants, and predict the all-reduces with them.
+) -> Measured:
+    """Measure probes and all-reduces in turn; every rank of a real group calls this with the same arguments.
 
     Args:
-        measure: times a program; called in the same order on every rank of a real group.
+        measure: times a program.
         world_size: ranks, >= 2.
-        programs, sizes: every program at every size (bytes of the message) is compared.
-        sweeps: how often everything is measured; the median over the sweeps counts.
+        programs, sizes: every program at every size (bytes of the message) is to be compared.
+        sweeps: how often everything is measured.
         probe_sizes: bytes of a probe's message, at least two different ones.
-    Returns:
-        The constants, and a comparison for each program and size.
     Raises:
         ConfigError: too few ranks, sizes or sweeps.
     """
@@ -165,13 +190,27 @@ def campaign(
     todo = [(program, nbytes) for program, nbytes in todo if nbytes <= 4 * max(probe_sizes)]
     runs = [(program, nbytes) for program in programs for nbytes in sizes]
     times = np.array([[measure(program, nbytes) for program, nbytes in todo + runs] for _ in range(sweeps)])
-    medians = np.median(times, axis=0).tolist()
-    samples = [_sample(program, nbytes, seconds) for (program, nbytes), seconds in zip(todo, medians)]
-    constants = fit(samples, world_size)
+    return Measured(world_size, tuple(todo), tuple(runs), times)
+
+
+def conclude(measured: Measured, quietest: bool = False) -> tuple[Calibration, list[Comparison]]:
+    """Fit the constants to the probes and predict the all-reduces with them; one rank is enough to call this.
+
+    Args:
+        measured: what `collect` returned.
+        quietest: the fastest sweep counts instead of the median, for a machine that others use too.
+    Returns:
+        The constants, and a comparison for each program and size.
+    """
+    times, count = measured.times, len(measured.probes)
+    seconds = (times.min(axis=0) if quietest else np.median(times, axis=0)).tolist()
+    samples = [_sample(program, nbytes, took) for (program, nbytes), took in zip(measured.probes, seconds)]
+    constants = fit(samples, measured.world_size)
     machine = constants.topology()
+    lows, highs = times.min(axis=0).tolist(), times.max(axis=0).tolist()
     compared = [
-        Comparison(program.name, nbytes, seconds, simulate(program, machine, nbytes).seconds)
-        for (program, nbytes), seconds in zip(runs, medians[len(todo) :])
+        Comparison(program.name, nbytes, seconds[i], simulate(program, machine, nbytes).seconds, (lows[i], highs[i]))
+        for i, (program, nbytes) in enumerate(measured.runs, start=count)
     ]
     return constants, compared
 
@@ -183,27 +222,62 @@ def _sample(program: Program, nbytes: int, seconds: float) -> Sample:
 
 
 def fit(samples: Sequence[Sample], world_size: int) -> Calibration:
-    """The constants that explain the samples with the least squared relative error; none is negative."""
-    pair = [s for s in samples if s.probe == "pair"]
-    shift = [s for s in samples if s.probe == "shift"]
-    beta = _solve([[1.0, s.nbytes] for s in pair], pair)[1]
-    beta_shift = _solve([[1.0, s.nbytes] for s in shift], shift)[1]
-    shared = beta_shift > _SHARED * beta
-    crowd = [s for s in samples if s.probe != "pair"]
-    if shared:
-        rows = [[1.0, s.messages, s.messages * s.nbytes, s.added] for s in crowd]
-        alpha, overhead, beta_host, gamma = _solve(rows, crowd)
-    else:
+    """The constants with which the simulated probes come nearest to the samples; none is negative."""
+    programs = probes(world_size)
+
+    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        machine = _constants(world_size, logs, ()).topology()
+        times = [simulate(programs[s.probe], machine, s.nbytes * programs[s.probe].chunks).seconds for s in samples]
+        distance: NDArray[np.float64] = np.log(np.array(times) / PROBE_ROUNDS / np.array([s.seconds for s in samples]))
+        return distance
+
+    found_logs = [_levenberg_marquardt(residuals, np.log(np.maximum(start, _SMALLEST))) for start in _starts(samples, world_size)]
+    logs = min(found_logs, key=lambda at: float(residuals(at) @ residuals(at)))
+    found = _constants(world_size, logs, tuple(samples))
+    return replace(found, residual=float(np.median(np.abs(np.expm1(residuals(logs))))))
+
+
+def _constants(world_size: int, logs: NDArray[np.float64], samples: tuple[Sample, ...]) -> Calibration:
+    """Constants from the logarithms of alpha, beta, gamma and, where the host is shared, overhead and beta_host."""
+    alpha, beta, gamma, *host = (float(v) for v in np.exp(logs))
+    overhead, beta_host = host or (0.0, 0.0)
+    return Calibration(world_size, alpha, overhead, beta, beta_host, gamma, 0.0, samples)
+
+
+def _starts(samples: Sequence[Sample], world_size: int) -> list[NDArray[np.float64]]:
+    """Starts of the fit: alpha, beta, gamma and, if a shift costs more a byte than a pair, overhead and beta_host.
+
+    On a shared host the latency of a shift is divided between alpha and overhead in several ways, since the fit has several valleys.
+    """
+    pair, shift = ([s for s in samples if s.probe == name] for name in ("pair", "shift"))
+    latency, beta = _solve([[1.0, s.nbytes] for s in pair], pair)
+    crowded, slope = _solve([[1.0, s.nbytes] for s in shift], shift)
+    if slope <= _SHARED * beta:
+        crowd = [s for s in samples if s.probe != "pair"]
         alpha, beta, gamma = _solve([[1.0, s.nbytes * s.messages / world_size, s.added] for s in crowd], crowd)
-        overhead = beta_host = 0.0
-    model = Calibration(world_size, alpha, overhead, beta, beta_host, gamma, 0.0, tuple(samples))
-    errors = [abs(_predict(model, s) / s.seconds - 1.0) for s in crowd]
-    return Calibration(world_size, alpha, overhead, beta, beta_host, gamma, float(np.median(errors)), tuple(samples))
+        return [np.array([alpha, beta, gamma])]
+    together = max(latency, crowded)
+    shares = (0.1, 0.5, 0.9)
+    return [np.array([a * together, beta, 0.1 * beta, (1 - a) * together / world_size, slope / world_size]) for a in shares]
 
 
-def _predict(c: Calibration, s: Sample) -> float:
-    port = s.nbytes * c.beta * max(1.0, s.messages / c.world_size)
-    return c.alpha + max(port, s.messages * (c.overhead + s.nbytes * c.beta_host)) + s.added * c.gamma
+def _levenberg_marquardt(
+    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], start: NDArray[np.float64], rounds: int = 25
+) -> NDArray[np.float64]:
+    """Minimize the sum of squared residuals; derivatives by differences of 1 % in each constant."""
+    at, error, damping = start, residuals(start), 1e-2
+    for _ in range(rounds):
+        slopes = np.stack([(residuals(at + 0.01 * unit) - error) / 0.01 for unit in np.eye(at.size)], axis=1)
+        step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(at.size), -slopes.T @ error)
+        trial = at + np.clip(step, -2.0, 2.0)
+        new = residuals(trial)
+        if new @ new < error @ error:
+            at, error, damping = trial, new, damping / 4
+        else:
+            damping *= 8
+        if damping > 1e6 or np.abs(step).max() < 1e-4:
+            break
+    return at
 
 
 def _solve(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> NDArray[np.float64]:

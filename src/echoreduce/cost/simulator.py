@@ -9,6 +9,9 @@ otherwise), and rounds of a phase repeat until every clock advances by the same 
 playing rounds is a max-plus linear map, so once it shifts all clocks alike it does so forever. A ring of 100,000 ranks
 takes a few rounds. Programs without symmetry are played in full, a few numpy operations a round.
 
+Where messages of several ranks queue for one shared link, ties are served in array order, which no relabelling preserves; there
+representatives stand for all to within a few percent, elsewhere exactly.
+
 Leaves out: rounding of chunks to whole values (under one value a chunk), and variance. Times are float64 seconds, sizes float64
 bytes (exact to 2^53 and to a relative 10^-16 beyond).
 Source: docs/design.md, Section 8; Baccelli et al. (1992) for max-plus periodicity.

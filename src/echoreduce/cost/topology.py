@@ -166,11 +166,11 @@ PRESETS: Mapping[str, Topology] = {
     "6GBps": flat(0.0, 1 / 6e9, name="6GBps: Baidu's example, InfiniBand at 6 GB/s, no latency"),
     "flat": flat(5e-6, 1 / 25e9, gamma=1 / 500e9, name="flat: 25 GB/s, 5 us, single-port"),
     "summit": Topology(
-        "summit: 6 V100 a node over NVLink, two EDR ports, NCCL 2.7 protocols",
+        "summit: 6 V100 a node over NVLink, 25 GB/s between nodes, NCCL 2.7 protocols",
         Link(3.4e-6, 1 / 50e9, 0.3e-6),
-        Link(9.6e-6, 1 / 12.5e9, 0.3e-6),
+        Link(9.6e-6, 1 / 25e9, 0.3e-6),  # both EDR ports taken as one, since NCCL spreads its channels over them
         ranks_per_node=6,
-        nics_per_node=2,
+        nics_per_node=1,
         gamma=1 / 400e9,
         protocols=PROTOCOLS,
     ),
