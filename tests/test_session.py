@@ -56,6 +56,17 @@ def test_o19_o20_every_pass_starts_from_zero_whatever_came_before() -> None:
         assert all(torch.equal(a, b) for a, b in zip(run_pass(used, 7, 8, 64), alone))
 
 
+def test_o07_a_nan_does_not_reach_the_next_pass() -> None:
+    alone = run_pass(session(), 7, 8, 64)
+    used = session()
+    used.begin()
+    for site in range(3):
+        x = torch.randn(P, 8, 64)
+        x[1, 3, 5] = torch.nan
+        assert used.reduce(x)[3].isnan().any(), site
+    assert all(torch.equal(a, b) for a, b in zip(run_pass(used, 7, 8, 64), alone))
+
+
 def test_o23_a_pass_that_broke_off_leaves_nothing_behind() -> None:
     alone = run_pass(session(), 7, 8, 64)
     for interruption in (RuntimeError, KeyboardInterrupt):

@@ -16,6 +16,7 @@ from echoreduce import EchoConfig, FeedbackConfig, QuantConfig, preset
 from echoreduce import reference as ref
 from echoreduce.communicator import Communicator
 from echoreduce.feedback import compensator
+from echoreduce.quant import packing
 from echoreduce.runtime.c10d import C10dBackend
 from echoreduce.session import Session
 from echoreduce.virtual import VirtualBackend
@@ -61,6 +62,51 @@ def test_outputs_equal_the_reference_on_every_rank(pool: RankPool, world_size: i
     for case, found in zip(cases, hashes[0]):
         numel, dtype, quant, algorithm = case
         assert sha(ref.all_reduce(contributions(world_size, numel, dtype), quant, algorithm).output) == found, case
+
+
+def sent_bytes(group: Any, quant: QuantConfig, algorithm: str) -> list[Tensor]:
+    backend = C10dBackend(group)
+    sent: list[Tensor] = []
+    encode = packing.encode
+
+    def recording(*args: Any) -> Tensor:
+        sent.append(encode(*args))
+        return sent[-1]
+
+    packing.encode = recording
+    try:
+        backend.all_reduce(contributions(backend.world_size, 3000)[backend.rank], quant, algorithm)
+    finally:
+        packing.encode = encode
+    return sent
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_codes_and_qparams_on_the_wire_are_those_of_the_reference(pool: RankPool, algorithm: str, bits: int) -> None:
+    quant = QuantConfig(bits=bits)
+    record = ref.trace(contributions(3, 3000), quant, algorithm)
+    for rank, sent in enumerate(pool.run(sent_bytes, 3, quant, algorithm)):
+        pushed = record.pushed
+        expected = packing.encode(pushed.level, pushed.grid, quant, torch.bfloat16)[rank]
+        assert torch.equal(sent[0], expected)
+        if record.gathered is not None:
+            reduced = packing.encode(record.gathered.level, record.gathered.grid, quant, torch.bfloat16)[rank]
+            assert torch.equal(sent[1], reduced)
+        assert len(sent) == (1 if algorithm == "one_shot" else 2)
+
+
+def one_rank(group: Any) -> tuple[bool, list[float]]:
+    x = torch.randn(4, 8, requires_grad=True)
+    y = Communicator(group, "default").all_reduce(x * 1)
+    same_bits = torch.equal(y, x)
+    y.mul_(2)
+    y.sum().backward()
+    return same_bits, x.grad.unique().tolist()
+
+
+def test_o11_one_real_rank(pool: RankPool) -> None:
+    assert pool.run(one_rank, 1) == [(True, [2.0])]
 
 
 def a_pass(group: Any, config: EchoConfig, numel: int, sites: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor | None]]]:

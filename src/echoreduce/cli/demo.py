@@ -26,7 +26,7 @@ def demo(
     world_size: Annotated[int, typer.Option("--world-size", "-P", min=2, help="number of processes")] = 2,
     group_size: Annotated[int, typer.Option(help="values a quantization group")] = 64,
     window: Annotated[int, typer.Option(min=1, help="predicted tokens a window")] = 512,
-    count: Annotated[int, typer.Option("--windows", min=1, help="number of windows")] = 6,
+    count: Annotated[int, typer.Option("--windows", min=1, help="number of windows")] = 4,
     output: Annotated[Path, typer.Option(help="folder for demo.png and demo.json")] = Path(),
 ) -> None:
     """SmolLM2-135M in real gloo processes: 16-bit, 8-bit, 4-bit without feedback, the paper's, and the default."""
@@ -41,7 +41,7 @@ def demo(
     if model is not None or text is not None:
         shown = f"{source.name} on {words.name}, {count} windows of {window} tokens, {world_size} gloo processes, g = {group_size}"
     print_results(results, shown, "16-bit is the exact sum; the weights were 4-bit already (Q4_1, dequantized)")
-    console.print("Every rank computed the same likelihood, bit for bit. 'injected error' is that of one all-reduce; a pass has 60.")
+    console.print("Every rank computed the same likelihood, bit for bit. error/site: injected by one all-reduce; a pass has 60.")
     save_results(results, output / "demo.json", model=source.name, text=words.name, windows=count, window=window, world_size=world_size)
     if importlib.util.find_spec("matplotlib") is not None:
         plot_results(results, output / "demo.png", shown)

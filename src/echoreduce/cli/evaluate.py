@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor
 
 from echoreduce.cli.report import console, plot_results, print_results, save_results
-from echoreduce.config import PRESETS, EchoConfig, preset
+from echoreduce.config import PRESETS, QParams, preset
 from echoreduce.errors import ConfigError
 from echoreduce.integrations import processes
 from echoreduce.integrations.evaluation import (
@@ -72,6 +72,7 @@ def evaluate(
     policy: Annotated[
         str | None, typer.Option(help="site policy for all low-bit rows: uniform, early_half, edges, or edges:FIRST:LAST:BITS")
     ] = None,
+    qparams: Annotated[str | None, typer.Option(help="16-bit type of scale and offset for all low-bit rows: auto, bf16, fp16")] = None,
     window: Annotated[int, typer.Option(min=1, help="predicted tokens a window")] = 1024,
     count: Annotated[int | None, typer.Option("--windows", min=1, help="at most this many windows (default: the whole text)")] = None,
     batch: Annotated[int, typer.Option(min=1, help="windows a forward")] = 1,
@@ -83,7 +84,7 @@ def evaluate(
     """Perplexity of MODEL on a text with its row-parallel sums sent in few bits, beside the exact model."""
     if threads is not None:
         torch.set_num_threads(threads)
-    variants = choose_variants(table, presets, bits, group_size, policy)
+    variants = [overridden(variant, policy, qparams) for variant in choose_variants(table, presets, bits, group_size)]
     with console.status("reading model and text"):
         loaded, tokenizer = load(model, dtype, device)
         tokens = windows(tokenizer, read_text(text), window, count)
@@ -111,22 +112,25 @@ def evaluate(
         plot_results(results, plot, shown)
 
 
-def choose_variants(table: str, presets: list[str] | None, bits: int, group_size: int, policy: str | None) -> list[Variant]:
+def choose_variants(table: str, presets: list[str] | None, bits: int, group_size: int) -> list[Variant]:
     """The rows that the options ask for; 16-bit is always the first."""
-    if presets:
-        named = [name for name in presets if name != "exact"]
-        chosen = [Variant("16-bit", preset("exact", group_size=group_size))]
-        chosen += [Variant(name, preset(name, bits=None if name == "int8" else bits, group_size=group_size)) for name in named]
-    else:
-        chosen = variants_of(table, group_size, bits)
-    if policy is None:
-        return chosen
-    sites = parse_policy(policy)
-    return [Variant(v.name, _with_sites(v.config, sites)) for v in chosen]
+    if not presets:
+        return variants_of(table, group_size, bits)
+    named = [name for name in presets if name != "exact"]
+    chosen = [Variant("16-bit", preset("exact", group_size=group_size))]
+    return chosen + [Variant(name, preset(name, bits=None if name == "int8" else bits, group_size=group_size)) for name in named]
 
 
-def _with_sites(config: EchoConfig | None, sites: SitePolicy) -> EchoConfig | None:
-    return config if config is None or config.quant.bits == 16 else replace(config, sites=sites)
+def overridden(variant: Variant, policy: str | None, qparams: str | None) -> Variant:
+    """The variant with another site policy or type of qparams; the 16-bit row stays as it is."""
+    config = variant.config
+    if config is None or config.quant.bits == 16:
+        return variant
+    if policy is not None:
+        config = replace(config, sites=parse_policy(policy))
+    if qparams is not None:
+        config = replace(config, quant=replace(config.quant, qparams=cast("QParams", qparams)))
+    return Variant(variant.name, config)
 
 
 def parse_policy(text: str) -> SitePolicy:

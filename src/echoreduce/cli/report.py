@@ -16,10 +16,10 @@ console = Console(emoji=False, highlight=False)
 
 
 def print_results(results: list[Result], title: str, caption: str) -> None:
-    """One row a variant: perplexity, increase, bits per value on the wire, relative injected error."""
+    """One row a variant: perplexity, increase, bits per value on the wire, relative injected error of a site."""
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     table.add_column("variant")
-    for name in ("perplexity", "increase", "bits/value", "injected error", "seconds"):
+    for name in ("perplexity", "increase", "bits/value", "error/site"):
         table.add_column(name, justify="right")
     for row in results:
         injected = "-" if row.injected is None else f"{100 * row.injected:.2f} %"
@@ -29,7 +29,6 @@ def print_results(results: list[Result], title: str, caption: str) -> None:
             f"{row.increase:+.3f} ({100 * row.increase / (row.perplexity - row.increase):+.1f} %)",
             f"{row.bits_per_value:.2f}",
             injected,
-            f"{row.seconds:.0f}",
         )
     console.print(table)
 

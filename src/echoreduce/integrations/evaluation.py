@@ -1,7 +1,7 @@
 """Judging a configuration on a language model: perplexity, bits on the wire, injected and accumulated error.
 
 Variants are named configurations. `SUMMARY` answers "what does 4-bit tensor parallelism do to my model", `ABLATION` holds every row of
-docs/design.md, Section 6. The error figures come from virtual ranks, whose bits are those of real ones, on the first window.
+docs/design.md, Section 6. The error figures come from virtual ranks, whose bits are those of real ones, on the first tokens.
 
 Leaves out: starting processes (`processes`), printing and plotting (`cli`).
 Source: the paper, Sections 3.2 (S_t), 7.2 and 7.4 (ablations).
@@ -29,6 +29,10 @@ from echoreduce.sites import bits_at, early_half, edges, uniform
 from echoreduce.virtual import VirtualBackend
 
 
+#: Tokens on which the error figures are measured; a few hundred settle the mean over sites.
+OBSERVED_TOKENS = 256
+
+
 @dataclass(frozen=True)
 class Variant:
     """A row of a table: its name, and the configuration (None: the model as it is, no splitting)."""
@@ -46,8 +50,8 @@ class Result:
         perplexity: exp of the mean negative log-likelihood a token.
         increase: perplexity above that of the first variant measured with bits 16 (absolute).
         bits_per_value: bits that cross links per value of the message, normalized so that a 16-bit all-reduce has 16.
-        injected: mean over sites of |delta_k| / |sum_i x_k,i|, first window; None if not measured.
-        accumulated: rms of S_t per site, first window (empty if not measured).
+        injected: mean over sites of |delta_k| / |sum_i x_k,i|, first `OBSERVED_TOKENS` tokens; None if not measured.
+        accumulated: rms of S_t per site, same tokens (empty if not measured).
         seconds: wall time of the perplexity run.
     """
 
@@ -200,13 +204,13 @@ class ObservedBackend(VirtualBackend):
 
 
 def observe(model: Any, tokens: Tensor, config: EchoConfig, world_size: int) -> tuple[float, list[float]]:
-    """Run one window and return (mean relative injected error over sites, rms of S_t by site).
+    """Mean relative injected error over sites, and rms of S_t by site, on the first `OBSERVED_TOKENS` tokens.
 
     Args:
-        tokens: int64 [1, length + 1].
+        tokens: int64 [windows, length + 1].
     """
     backend = ObservedBackend(world_size)
     device = next(model.parameters()).device
     with attach(model, config, backend=backend), torch.no_grad():
-        model(input_ids=tokens[:1, :-1].to(device), use_cache=False)
+        model(input_ids=tokens[:1, :-1][:, :OBSERVED_TOKENS].to(device), use_cache=False)
     return sum(backend.injected) / len(backend.injected), backend.accumulated
