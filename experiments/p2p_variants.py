@@ -26,19 +26,23 @@ from echoreduce.runtime.schedule import Tuning
 FEEDBACKS = {"none": NO_FEEDBACK, "float8": FeedbackConfig(state="float8_e4m3"), "bf16": FeedbackConfig(state="bf16")}
 
 
-def tunings(nbytes: int, wide: bool) -> list[Tuning]:
+def tunings(nbytes: int, warps: tuple[int, ...], registers: tuple[int, ...]) -> list[Tuning]:
     """Schedules worth a try at this size."""
-    warps = (2, 4, 8) if wide else (4,)
     if nbytes >= 1 << 28:
-        chunks = (32768, 131072) if wide else (65536,)
-        blocks = ((2, 2, 1), (2, 2, 2), (1, 2, 1), (2, 3, 1), (3, 3, 2), (4, 4, 2), (1, 1, 1)) if wide else ((2, 2, 1),)
+        chunks = (32768, 131072)
+        blocks = ((2, 3, 1), (3, 3, 2), (4, 4, 2), (4, 6, 2), (5, 6, 3), (6, 8, 4))
     elif nbytes >= 1 << 25:
         chunks = (8192, 16384, 32768)
-        blocks = ((2, 2, 1), (2, 2, 2), (2, 3, 1), (3, 3, 2), (1, 1, 1))
+        blocks = ((2, 2, 1), (2, 3, 1), (3, 3, 2), (4, 6, 2))
     else:
         chunks = (4096, 8192, 16384)
         blocks = ((2, 2, 1), (2, 2, 2), (1, 1, 1))
-    return [Tuning(w, c, b) for w, c, b in itertools.product(warps, chunks, blocks)]
+    found = [Tuning(w, c, b, r) for w, c, b, r in itertools.product(warps, chunks, blocks, registers)]
+    return [tuning for tuning in found if sum(tuning.blocks) * tuning.warps <= 32]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def agree_max(value: float, device: torch.device) -> float:
@@ -59,7 +63,9 @@ def main() -> None:
     parser.add_argument("--bits", default="4")
     parser.add_argument("--feedback", default="none,float8")
     parser.add_argument("--algorithms", default="two_shot,one_shot")
-    parser.add_argument("--narrow", action="store_true")
+    parser.add_argument("--warps", default="2,4")
+    parser.add_argument("--registers", default="0", help="bounds of a thread's registers; 0 is the compiler's choice")
+    parser.add_argument("--graph", action="store_true", help="time CUDA graphs at every size")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--out", default="")
     options = parser.parse_args()
@@ -74,7 +80,7 @@ def main() -> None:
         nbytes = parse_size(size, "--sizes")
         x = torch.randn(nbytes // 2, device=device, dtype=torch.bfloat16)
         y = torch.empty_like(x)
-        timer = time_graph if nbytes <= 1 << 24 else time_eager
+        timer = time_graph if nbytes <= 1 << 24 or options.graph else time_eager
         copy = x.clone()
         nccl = agree_max(summarize(timer(lambda copy=copy: dist.all_reduce(copy), 5, 20, device)).median, device)
         del copy
@@ -84,11 +90,11 @@ def main() -> None:
             map(int, options.bits.split(",")), options.algorithms.split(","), options.feedback.split(",")
         ):
             found = []
-            for tuning in tunings(nbytes, not options.narrow):
+            for tuning in tunings(nbytes, numbers(options.warps), numbers(options.registers)):
                 if agree_max(time.monotonic() - began, device) > options.seconds:
                     break
                 backend.tuning = tuning
-                backend._plans.clear()
+                backend.forget_schedules()
                 feedback = FEEDBACKS[name]
                 state = backend.new_state(feedback) if feedback.enabled else None
                 quant = QuantConfig(bits=bits)
@@ -108,12 +114,12 @@ def main() -> None:
             found.sort(key=lambda pair: pair[0])
             for milliseconds, tuning in found:
                 blocks = list(tuning.blocks)
-                rows.append([size, bits, algorithm, name, milliseconds, nccl, tuning.warps, tuning.chunk_values, blocks])
+                rows.append([size, bits, algorithm, name, milliseconds, nccl, tuning.warps, tuning.chunk_values, blocks, tuning.registers])
             if rank == 0 and found:
-                best = "; ".join(f"{m:.4f} w{t.warps} c{t.chunk_values} b{t.blocks}" for m, t in found[:4])
+                best = "; ".join(f"{m:.4f} w{t.warps} c{t.chunk_values} b{t.blocks} r{t.registers}" for m, t in found[:4])
                 print(f"{size} {bits}bit {algorithm} {name}: {nccl / found[0][0]:.2f}x {best}", flush=True)
     if rank == 0 and options.out:
-        write_json(options.out, columns="size bits algorithm feedback ms nccl_ms warps chunk_values blocks".split(), rows=rows)
+        write_json(options.out, columns="size bits algorithm feedback ms nccl_ms warps chunk_values blocks registers".split(), rows=rows)
     backend.close()
     dist.destroy_process_group()
 

@@ -26,7 +26,7 @@ from echoreduce.quant.grid import DATA_DTYPES
 from echoreduce.runtime import pipeline
 from echoreduce.runtime.c10d import check_out
 from echoreduce.runtime.failure import failure
-from echoreduce.runtime.pipeline import Plan, Site
+from echoreduce.runtime.pipeline import Launcher, Site
 from echoreduce.runtime.requirements import require_peers
 from echoreduce.runtime.schedule import Tuning
 from echoreduce.runtime.state import P2PState
@@ -88,12 +88,13 @@ class P2PBackend:
         self.tuning = tuning or Tuning()
         self.device, self.limits, self._float8 = require_peers(members, device)
         self._native = self.device.type == "cuda"
+        self._update_blocks = 4 * self.limits.multiprocessors if self._native else 1
         unit = 10**9 if self._native else POLLS_PER_SECOND
         self._patience = int(self.timeout.total_seconds() * unit)
-        self._plans: dict[Site, Plan] = {}
+        self._launchers: dict[Site, Launcher] = {}
         self._order = StreamOrder(self.device)
         self._busy = threading.Lock()
-        self._last = ""
+        self._last: Site | None = None
         self._failed: EchoReduceError | None = None
         self._workspace: Workspace | None = None
         if self.world_size > 1:
@@ -124,6 +125,10 @@ class P2PBackend:
             return result
         finally:
             self._busy.release()
+
+    def forget_schedules(self) -> None:
+        """Plan every shape anew at its next call, after `tuning` was changed; every rank does it between the same calls."""
+        self._launchers.clear()
 
     def synchronize(self) -> None:
         """Wait for this backend's work on the current stream and raise what went wrong on the device. Not collective."""
@@ -165,36 +170,38 @@ class P2PBackend:
         source = x.contiguous()
         target = out if direct and out is not None else torch.empty_like(source)
         self._order.enter()
-        self._run(source, target, self._plan(x, quant, algorithm, state), state)
+        self._run(source, target, self._launcher(x, quant, algorithm, state), state)
         if out is None or direct:
             return target.view(x.shape)
         return _copy(out, target)
 
-    def _plan(self, x: Tensor, quant: QuantConfig, algorithm: str, state: P2PState | None) -> Plan:
+    def _launcher(self, x: Tensor, quant: QuantConfig, algorithm: str, state: P2PState | None) -> Launcher:
         feedback = state.config if state is not None and state.config.enabled else None
         site = Site(x.numel(), x.dtype, quant, algorithm, feedback, state is None or state.fresh)
-        made = self._plans.get(site)
-        if made is None:
+        found = self._launchers.get(site)
+        if found is None:
             arguments = (self.world_size, self.rank, self.limits, self.tuning, self.largest_half, self._native, self._float8)
-            made = self._plans[site] = pipeline.plan(site, *arguments)
-        self._last = pipeline.settings_text(site.numel, made.code)
-        return made
+            made = pipeline.plan(site, *arguments)
+            workspace = self._workspace
+            assert workspace is not None, "checked by the caller"
+            if made.half > workspace.half:
+                self._grow(workspace, made.half)
+            found = self._launchers[site] = Launcher(made, workspace, self._patience)
+        self._last = site
+        return found
 
-    def _run(self, x: Tensor, y: Tensor, made: Plan, state: P2PState | None) -> None:
-        workspace = self._workspace
-        assert workspace is not None, "checked by the caller"
-        if made.half > workspace.half:
-            self._grow(workspace, made.half)
+    def _run(self, x: Tensor, y: Tensor, launcher: Launcher, state: P2PState | None) -> None:
+        made = launcher.plan
         feedback = made.feedback
         tensors = [x, x, x, x] if state is None or feedback is None else state.prepare(made.cut, self.device, self._order.capturing)
         late = feedback is not None and feedback.residual == "group"
         source = x.clone() if late and x.data_ptr() == y.data_ptr() else x
-        for piece in made.pieces:
+        for index in range(len(made.pieces)):
             self._order.wait_for_update()
-            pipeline.launch(piece, made, source, y, tensors, workspace, self._patience)
+            launcher.launch(index, source, y, tensors)
             if late:
                 with self._order.update_after(source, tensors):
-                    pipeline.launch_update(piece, made, source, tensors, workspace, 4 * self.limits.multiprocessors if self._native else 1)
+                    launcher.launch_update(index, source, tensors, self._update_blocks)
         if state is not None:
             state.fresh = False
 
@@ -205,6 +212,7 @@ class P2PBackend:
                 "captured: make one call of this size before the capture"
             )
         self._synchronize()
+        self._launchers.clear()
         workspace.grow(min(self.largest_half, 1 << (half - 1).bit_length()))
 
     def _synchronize(self) -> None:
@@ -214,10 +222,11 @@ class P2PBackend:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if self._failed is None and self._workspace is not None and int(self._workspace.record[0]) != 0:
+        if self._failed is None and self._workspace is not None and self._workspace.failed:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self._failed = failure(self._workspace, self.timeout.total_seconds(), self._last)
+            own = pipeline.settings_text(self._last.numel, pipeline.settings_code(self._last)) if self._last is not None else "no call"
+            self._failed = failure(self._workspace, self.timeout.total_seconds(), own)
         if self._failed is not None:
             raise self._failed
 

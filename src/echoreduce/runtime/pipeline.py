@@ -155,31 +155,59 @@ def settings_text(numel: int, code: int) -> str:
     )
 
 
-def launch(piece: Piece, made: Plan, x: Tensor, y: Tensor, state: list[Tensor], workspace: Workspace, patience: int) -> None:
-    """Enqueue one piece on the current stream: the persistent kernel."""
-    from echoreduce.kernels.one_shot import one_shot_kernel
-    from echoreduce.kernels.two_shot import two_shot_kernel
+class Launcher:
+    """Enqueues pieces of one plan. The first launch of a kernel goes through Triton's compiler, later ones straight to the compiled code.
 
-    cut = piece.schedule
-    arguments = (
-        *(x, y, *state, *made.floats, workspace.table, workspace.control, workspace.record),
-        *(made.cut.numel, piece.groups, made.pitch, piece.origin, workspace.half, piece.area, piece.digest, made.code, patience),
-        *(cut.steps, cut.pushers),
-    )
-    kernel: Any = one_shot_kernel
-    if made.algorithm == "two_shot":
-        kernel = two_shot_kernel
-        arguments = (*arguments, cut.reducers)
-    kernel[(cut.grid,)](*arguments, piece.spec, num_warps=cut.warps, **COMPILE_OPTIONS)
+    Args:
+        made: the plan.
+        workspace: where it runs; a plan outlives a workspace that grows, a launcher does not.
+        patience: bound of every wait, ns (the interpreter: polls).
+    """
 
+    def __init__(self, made: Plan, workspace: Workspace, patience: int) -> None:
+        self.plan = made
+        self._workspace = workspace
+        self._patience = patience
+        self._compiled: dict[tuple[int, bool, bool], Any] = {}
 
-def launch_update(piece: Piece, made: Plan, x: Tensor, state: list[Tensor], workspace: Workspace, blocks: int) -> None:
-    """Enqueue the group residual's update for one piece on the current stream; the piece must have ended."""
-    from echoreduce.kernels.update import update_kernel
+    def launch(self, index: int, x: Tensor, y: Tensor, state: list[Tensor]) -> None:
+        """Enqueue piece `index` on the current stream: the persistent kernel."""
+        piece = self.plan.pieces[index]
+        cut = piece.schedule
+        tail = (*self._shape(piece), piece.digest, self.plan.code, self._patience, cut.steps, cut.pushers)
+        if self.plan.algorithm == "two_shot":
+            tail = (*tail, cut.reducers)
+        pointers = (x, y, *state), (self._workspace.table, self._workspace.control, self._workspace.record)
+        key = (index, x.data_ptr() % 16 == 0, y.data_ptr() % 16 == 0)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            front, back = ([tensor.data_ptr() for tensor in group] for group in pointers)
+            compiled[(cut.grid, 1, 1)](*front, *self.plan.floats, *back, *tail, piece.spec)
+            return
+        options: dict[str, Any] = {"num_warps": cut.warps, **COMPILE_OPTIONS}
+        if cut.registers:
+            options["maxnreg"] = cut.registers
+        kernel = self._kernel()
+        self._compiled[key] = kernel[(cut.grid,)](*pointers[0], *self.plan.floats, *pointers[1], *tail, piece.spec, **options)
 
-    arguments = (
-        *(x, *state, *made.floats, workspace.table, workspace.control),
-        *(made.cut.numel, piece.groups, made.pitch, piece.origin, workspace.half, piece.area),
-    )
-    kernel: Any = update_kernel
-    kernel[(blocks,)](*arguments, made.algorithm == "one_shot", piece.spec, num_warps=piece.schedule.warps, **COMPILE_OPTIONS)
+    def launch_update(self, index: int, x: Tensor, state: list[Tensor], blocks: int) -> None:
+        """Enqueue the group residual's update for piece `index` on the current stream; the piece must have ended."""
+        from echoreduce.kernels.update import update_kernel
+
+        piece = self.plan.pieces[index]
+        arguments = (x, *state, *self.plan.floats, self._workspace.table, self._workspace.control, *self._shape(piece))
+        kernel: Any = update_kernel
+        one_shot = self.plan.algorithm == "one_shot"
+        kernel[(blocks,)](*arguments, one_shot, piece.spec, num_warps=piece.schedule.warps, **COMPILE_OPTIONS)
+
+    def _shape(self, piece: Piece) -> tuple[int, ...]:
+        return (self.plan.cut.numel, piece.groups, self.plan.pitch, piece.origin, self._workspace.half, piece.area)
+
+    def _kernel(self) -> Any:
+        if self.plan.algorithm == "two_shot":
+            from echoreduce.kernels.two_shot import two_shot_kernel
+
+            return two_shot_kernel
+        from echoreduce.kernels.one_shot import one_shot_kernel
+
+        return one_shot_kernel

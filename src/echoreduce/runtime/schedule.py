@@ -47,6 +47,7 @@ class Schedule:
     pushers: int
     reducers: int
     tails: int
+    registers: int = 0
 
     @property
     def grid(self) -> int:
@@ -62,11 +63,13 @@ class Tuning:
         warps: of a block at large sizes.
         chunk_values: values of a chunk at large sizes.
         blocks: blocks a multiprocessor and stage: push, reduce, tail.
+        registers: bound of a thread's registers, 0 for the compiler's choice.
     """
 
     warps: int = 4
     chunk_values: int = 65536
     blocks: tuple[int, int, int] = (2, 2, 1)
+    registers: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +91,9 @@ def schedule(algorithm: str, groups: int, group_size: int, device: Device, tunin
     steps = max(steps, -(-tiles // SLOTS))
     chunks = -(-tiles // steps)
     push, reduce, tail = (max(1, min(chunks, wave * count)) for count in tuning.blocks)
-    return Schedule(rows, warps, steps, push, 0 if algorithm == "one_shot" else reduce, tail if algorithm == "two_shot" else reduce)
+    if algorithm == "one_shot":
+        return Schedule(rows, warps, steps, push, 0, reduce, tuning.registers)
+    return Schedule(rows, warps, steps, push, reduce, tail, tuning.registers)
 
 
 def half_bytes(algorithm: str, groups: int, spec: Spec) -> int:

@@ -55,6 +55,7 @@ class Workspace:
         cuda = device.type == "cuda"
         self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=device)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=cuda)
+        self._watch = self.record.numpy()
         self.half = 0
         self.table = torch.zeros(self.world_size, dtype=torch.int64, device=device)
         self._block: SharedBlock | None = None
@@ -77,6 +78,11 @@ class Workspace:
         self._block.release()
         self._block = None
         self.half = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether a kernel has written a record; a look at host memory."""
+        return bool(self._watch[0] != 0)
 
     @property
     def local(self) -> Tensor:
