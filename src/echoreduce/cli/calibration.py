@@ -182,7 +182,10 @@ def _over_devices(plan: Plan, world_size: int) -> Result:
 def show(result: Result, console: Console) -> None:
     """Constants in one line, the comparison as a table."""
     c = result.calibration
-    host = f", host {c.overhead * 1e6:.3g} us a message and {c.beta_host * 1e9:.3g} ns a byte (shared)" if c.beta_host else ""
+    host = ""
+    if c.beta_host:
+        shared = f"{c.wakeup * 1e6:.3g} us a sender, {c.overhead * 1e6:.3g} us a message, {c.beta_host * 1e9:.3g} ns a byte"
+        host = f", shared by all: {shared}"
     console.print(
         f"{c.world_size} ranks: alpha {c.alpha * 1e6:.3g} us, beta {c.beta * 1e9:.3g} ns a byte, gamma {c.gamma * 1e9:.3g} ns a byte{host}"
         f"; median error of the fit {100 * c.residual:.0f} %",

@@ -42,6 +42,8 @@ def draw(name: str, out: Path, topology: Topology, world_size: int, bits: int) -
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2 if name in ("ratio", "error", "size") else 1, figsize=(11, 4.2), constrained_layout=True)
+    for axis in np.atleast_1d(axes):
+        axis.set_prop_cycle(color=[plt.get_cmap("tab20")(i) for i in (*range(0, 20, 2), *range(1, 20, 2))])
     data = _DRAWERS[name](figure, np.atleast_1d(axes), topology, world_size, bits)
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / FIGURES[name], dpi=130)
@@ -135,8 +137,11 @@ def _errors(figure: Any, axes: Any, topology: Topology, world_size: int, bits: i
     axes[0].set_ylabel("roundings on the way of a contribution")
     axes[1].set_ylabel("relative error: measured (dots), noise law (lines)")
     for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks, [str(n) for n in ranks])
         axis.set_xlabel("ranks")
         axis.legend(fontsize=7)
+    axes[0].set_yticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
     figure.suptitle(f"{bits} bits, groups of 128, standard normal contributions, every hop requantized", fontsize=8)
     return {"rows": [vars(row) for row in rows]}
 

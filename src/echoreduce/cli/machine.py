@@ -65,7 +65,7 @@ def _calibrated(name: str, world_size: int) -> Topology:
     try:
         rows = json.loads(path.read_text())["calibrations"]
         row = min(rows, key=lambda r: abs(int(r["world_size"]) - world_size))
-        bus = Link(0.0, float(row["beta_host"]), float(row["overhead"])) if row["beta_host"] else None
+        bus = Link(float(row["wakeup"]), float(row["beta_host"]), float(row["overhead"])) if row["beta_host"] else None
         return Topology(str(path.name), Link(float(row["alpha"]), float(row["beta"]), 0.0), bus=bus, gamma=float(row["gamma"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--topology: {name!r} is not a file of `calibrate --json`: {error!r}") from None

@@ -5,7 +5,7 @@ all-reduces, so what they measure is what the model needs: `pair` (one message, 
 and add` (the same, added at the receiver) and `exchange` (every rank sends one to every other). A round of m messages of b bytes on a host
 whose processes share cores and memory takes
 
-    alpha + m (overhead + b beta_host) + b gamma,
+    alpha + s wakeup + m (overhead + b beta_host) + b gamma        (s of its ranks send anything)
 
 if it stands alone, but ranks run ahead of each other and hide part of alpha. So the constants are those with which the simulator, playing
 the same probes, comes nearest to the measured times (least squares of logarithms by Levenberg and Marquardt, from a linear fit). The
@@ -76,6 +76,7 @@ class Calibration:
         world_size: processes that were measured.
         alpha: seconds a round, however many messages it has.
         overhead: seconds a message on the shared host (0 where nothing is shared).
+        wakeup: seconds for each rank that sends in a round on the shared host (0 where nothing is shared).
         beta: seconds a byte of a lone message.
         beta_host: seconds a byte of all messages together on the shared host (0 where nothing is shared).
         gamma: seconds a byte added.
@@ -86,6 +87,7 @@ class Calibration:
     world_size: int
     alpha: float
     overhead: float
+    wakeup: float
     beta: float
     beta_host: float
     gamma: float
@@ -94,7 +96,7 @@ class Calibration:
 
     def topology(self) -> Topology:
         """The machine with these constants, all ranks in one node."""
-        bus = Link(0.0, self.beta_host, self.overhead) if self.beta_host else None
+        bus = Link(self.wakeup, self.beta_host, self.overhead) if self.beta_host else None
         link = Link(self.alpha, self.beta, 0.0)
         return Topology(f"calibrated, {self.world_size} processes", link, bus=bus, gamma=self.gamma)
 
@@ -238,16 +240,16 @@ def fit(samples: Sequence[Sample], world_size: int) -> Calibration:
 
 
 def _constants(world_size: int, logs: NDArray[np.float64], samples: tuple[Sample, ...]) -> Calibration:
-    """Constants from the logarithms of alpha, beta, gamma and, where the host is shared, overhead and beta_host."""
+    """Constants from the logarithms of alpha, beta, gamma and, where the host is shared, overhead, beta_host and wakeup."""
     alpha, beta, gamma, *host = (float(v) for v in np.exp(logs))
-    overhead, beta_host = host or (0.0, 0.0)
-    return Calibration(world_size, alpha, overhead, beta, beta_host, gamma, 0.0, samples)
+    overhead, beta_host, wakeup = host or (0.0, 0.0, 0.0)
+    return Calibration(world_size, alpha, overhead, wakeup, beta, beta_host, gamma, 0.0, samples)
 
 
 def _starts(samples: Sequence[Sample], world_size: int) -> list[NDArray[np.float64]]:
-    """Starts of the fit: alpha, beta, gamma and, if a shift costs more a byte than a pair, overhead and beta_host.
+    """Starts of the fit: alpha, beta, gamma and, if a shift costs more a byte than a pair, overhead, beta_host, wakeup.
 
-    On a shared host the latency of a shift is divided between alpha and overhead in several ways, since the fit has several valleys.
+    On a shared host the latency of a shift is divided between alpha and the others in two ways, since the fit has several valleys.
     """
     pair, shift = ([s for s in samples if s.probe == name] for name in ("pair", "shift"))
     latency, beta = _solve([[1.0, s.nbytes] for s in pair], pair)
@@ -257,12 +259,12 @@ def _starts(samples: Sequence[Sample], world_size: int) -> list[NDArray[np.float
         alpha, beta, gamma = _solve([[1.0, s.nbytes * s.messages / world_size, s.added] for s in crowd], crowd)
         return [np.array([alpha, beta, gamma])]
     together = max(latency, crowded)
-    shares = (0.1, 0.5, 0.9)
-    return [np.array([a * together, beta, 0.1 * beta, (1 - a) * together / world_size, slope / world_size]) for a in shares]
+    each = together / world_size
+    return [np.array([a * together, beta, 0.1 * beta, 0.1 * each, slope / world_size, (0.9 - a) * each]) for a in (0.1, 0.6)]
 
 
 def _levenberg_marquardt(
-    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], start: NDArray[np.float64], rounds: int = 25
+    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], start: NDArray[np.float64], rounds: int = 20
 ) -> NDArray[np.float64]:
     """Minimize the sum of squared residuals; derivatives by differences of 1 % in each constant."""
     at, error, damping = start, residuals(start), 1e-2

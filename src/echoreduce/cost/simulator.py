@@ -180,7 +180,9 @@ class _Load:
             stages.insert(2, ("pod in", leaving & self.to_rank, away // pod % pods, share))
         if topology.bus is not None:
             everyone = np.ones(self.bytes.size, dtype=bool)
-            stages.append(("bus", everyone, np.zeros_like(home), topology.bus.gap + self.bytes * topology.bus.beta))
+            occupied = topology.bus.gap + self.bytes * topology.bus.beta
+            occupied[np.unique(self.src, return_index=True)[1]] += topology.bus.alpha
+            stages.append(("bus", everyone, np.zeros_like(home), occupied))
         return [(name, np.flatnonzero(uses), which[uses], share[uses]) for name, uses, which, share in stages if uses.any()]
 
     def advance(self) -> None:

@@ -100,7 +100,8 @@ class Topology:
         nics_per_node: network ports that the ranks of a node share, each of `across`'s bandwidth; None is one a rank (no sharing).
         nodes_per_pod: nodes below one uplink; None is no such level.
         oversubscription: the ports of a pod together over its uplink's bandwidth, >= 1.
-        bus: a link that every message of the whole machine shares, as processes of one host share its cores and memory; None is none.
+        bus: a link that every message of the whole machine shares, as processes of one host share its cores and memory; None is none. Its
+            alpha is paid once for all messages of a rank in a round (the rank must be scheduled), its overhead by each message.
         gamma: seconds a byte reduced.
         codec: seconds a (full precision) byte quantized or dequantized.
         node_switch, network_switch: whether the node's or the network's switch can add (NVLS, SHARP).
