@@ -16,7 +16,7 @@ from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
 from echoreduce.feedback.compensator import FeedbackState, correction, update
 from echoreduce.runtime.schedule import Tuning
 
-SMALL = Tuning(warps=1, chunk_values=2048, blocks=(2, 2, 1))
+SMALL = Tuning(warps=1, chunk_values=2048, waves=2, blocks=(2, 2, 1))
 
 
 @pytest.fixture(scope="module")

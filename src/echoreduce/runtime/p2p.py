@@ -55,7 +55,7 @@ class P2PBackend:
         timeout: longest wait of a kernel for a peer; None: 60 s.
         blocking: wait for the device after every call and raise at once; for tests and debugging.
         largest_half: bytes of the largest workspace half.
-        tuning: start of every schedule.
+        tuning: start of every schedule; None: the built-in ones.
     Raises:
         GroupError: torch.distributed is not initialized, or this rank is not in the group.
         BackendUnavailable: on every rank, with the reasons of those where peer-to-peer memory cannot be had.
@@ -85,7 +85,7 @@ class P2PBackend:
         self.timeout = timeout or DEFAULT_TIMEOUT
         self.blocking = blocking
         self.largest_half = largest_half
-        self.tuning = tuning or Tuning()
+        self.tuning = tuning
         self.device, self.limits, self._float8 = require_peers(members, device)
         self._native = self.device.type == "cuda"
         self._update_blocks = 4 * self.limits.multiprocessors if self._native else 1
@@ -119,7 +119,7 @@ class P2PBackend:
             raise PassError("concurrent use: another thread is inside an all-reduce of this group; give each thread its own group")
         try:
             self._check_call(x, out)
-            result = self._reduce(x.detach(), quant, algorithm, state, out)
+            result = self._reduce(x.detach() if x.requires_grad else x, quant, algorithm, state, out)
             if self.blocking:
                 self._synchronize()
             return result
@@ -172,7 +172,7 @@ class P2PBackend:
         self._order.enter()
         self._run(source, target, self._launcher(x, quant, algorithm, state), state)
         if out is None or direct:
-            return target.view(x.shape)
+            return target
         return _copy(out, target)
 
     def _launcher(self, x: Tensor, quant: QuantConfig, algorithm: str, state: P2PState | None) -> Launcher:

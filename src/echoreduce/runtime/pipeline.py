@@ -20,7 +20,7 @@ from echoreduce.config import FeedbackConfig, QuantConfig
 from echoreduce.kernels.spec import Spec, landing_bytes
 from echoreduce.partition import Partition, partition
 from echoreduce.quant.grid import qparams_dtype
-from echoreduce.runtime.schedule import Device, Schedule, Tuning, half_bytes, pieces, schedule
+from echoreduce.runtime.schedule import BUILT_IN, Device, Schedule, Tuning, half_bytes, pieces, schedule
 from echoreduce.runtime.workspace import Workspace
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -77,10 +77,13 @@ class Site:
     first: bool
 
 
-def plan(site: Site, world_size: int, rank: int, device: Device, tuning: Tuning, largest_half: int, native: bool, float8: bool) -> Plan:
-    """Prepare a call. Pure; `native` and `float8` say which conversions the device has (see `Spec`)."""
+def plan(
+    site: Site, world_size: int, rank: int, device: Device, tuning: Tuning | None, largest_half: int, native: bool, float8: bool
+) -> Plan:
+    """Prepare a call. Pure; no `tuning` is the built-in one; `native` and `float8` say which conversions the device has (see `Spec`)."""
     cut = partition(site.numel, world_size, site.quant.group_size)
     spec = _spec(site, cut, world_size, rank, native, float8)
+    tuning = tuning or BUILT_IN[site.algorithm, spec.residual == "local"]
     ranges = pieces(site.algorithm, cut, spec, largest_half)
     code = settings_code(site)
     made = []

@@ -45,8 +45,9 @@ def require_peers(group: dist.ProcessGroup, device: torch.device | str | None) -
 
 def _device(device: torch.device | str | None) -> torch.device:
     chosen = torch.device("cuda" if device is None else device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    if str(chosen) == "cuda":  # without an index
+        index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        return torch.device("cuda", index)
     return chosen
 
 

@@ -57,19 +57,30 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `schedule` starts from; found by `echoreduce bench --tune`, see docs/kernels.md.
+    """What `schedule` starts from; the built-in values are the best of docs/kernels.md.
 
     Attributes:
         warps: of a block at large sizes.
-        chunk_values: values of a chunk at large sizes.
+        chunk_values: most values of a chunk.
+        waves: chunks that each push block is to have, so that the stages overlap; fewer where tiles are few.
         blocks: blocks a multiprocessor and stage: push, reduce, tail.
         registers: bound of a thread's registers, 0 for the compiler's choice.
     """
 
     warps: int = 4
     chunk_values: int = 65536
-    blocks: tuple[int, int, int] = (2, 2, 1)
+    waves: int = 4
+    blocks: tuple[int, int, int] = (2, 3, 1)
     registers: int = 0
+
+
+#: Best found schedules by (algorithm, feedback state in registers or not); see docs/kernels.md.
+BUILT_IN = {
+    ("two_shot", False): Tuning(),
+    ("two_shot", True): Tuning(blocks=(3, 3, 2)),
+    ("one_shot", False): Tuning(blocks=(3, 3, 2), chunk_values=131072),
+    ("one_shot", True): Tuning(blocks=(3, 3, 2), chunk_values=131072, registers=80),
+}
 
 
 @lru_cache(maxsize=4096)
@@ -80,17 +91,18 @@ def schedule(algorithm: str, groups: int, group_size: int, device: Device, tunin
         algorithm: `two_shot` or `one_shot`.
         groups: of one segment (two-shot) or of the whole tensor (one-shot) in this launch.
     """
-    wave = device.multiprocessors
     rows_of_warp = 1024 // group_size
     warps = tuning.warps
-    while warps > 1 and groups <= wave * rows_of_warp * warps // 2:
+    while warps > 1 and groups <= device.multiprocessors * rows_of_warp * warps // 2:
         warps //= 2
     rows = rows_of_warp * warps
     tiles = -(-groups // rows)
-    steps = max(1, min(tuning.chunk_values // (rows * group_size), tiles // wave))
-    steps = max(steps, -(-tiles // SLOTS))
+    blocks = device.multiprocessors * tuning.blocks[0]
+    most = max(1, tuning.chunk_values // (rows * group_size))
+    waves = max(-(-tiles // (blocks * most)), min(tuning.waves, max(1, tiles // (2 * blocks))))
+    steps = max(-(-tiles // (waves * blocks)), -(-tiles // SLOTS))
     chunks = -(-tiles // steps)
-    push, reduce, tail = (max(1, min(chunks, wave * count)) for count in tuning.blocks)
+    push, reduce, tail = (max(1, min(chunks, device.multiprocessors * count)) for count in tuning.blocks)
     if algorithm == "one_shot":
         return Schedule(rows, warps, steps, push, 0, reduce, tuning.registers)
     return Schedule(rows, warps, steps, push, reduce, tail, tuning.registers)

@@ -1,7 +1,8 @@
 """Feedback state of one direction of one session on one rank, in the kernels' layout.
 
 An average is one tensor of padded size in the quantizer's own domain (segments, groups, values in order). The float8 types are kept as
-int32 words of four, in the order in which the kernels' threads hold a group, plus one int32 exponent a group. Starting a pass clears nothing: its first site is told not to read what is there.
+int32 words of four, in the order in which the kernels' threads hold a group, plus one int32 exponent a group. Starting a pass clears
+nothing: its first site is told not to read what is there.
 
 Source: `feedback.compensator`, whose numbers these are bit for bit.
 """

@@ -24,6 +24,7 @@ class StreamOrder:
         self._device = device
         self._cuda = device.type == "cuda"
         self._last: Any = None
+        self._raw = -1
         self._side: Any = None
         self._updated: Any = None
         self._updated_captured = False
@@ -37,8 +38,11 @@ class StreamOrder:
         """Put the current stream behind the stream of the last call."""
         if not self._cuda:
             return
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if raw == self._raw:
+            return
         stream = torch.cuda.current_stream(self._device)
-        if self._last is not None and stream != self._last:
+        if self._last is not None:
             with torch.cuda.stream(self._last):
                 captured = torch.cuda.is_current_stream_capturing()
             if captured == self.capturing:
@@ -46,6 +50,7 @@ class StreamOrder:
                 event.record(self._last)
                 stream.wait_event(event)
         self._last = stream
+        self._raw = raw
 
     def wait_for_update(self) -> None:
         """Put the current stream behind the last update, if one is still to be waited for."""
