@@ -5,7 +5,6 @@ Leaves out: the fit (`cost.calibrate`) and the runs (`collectives.run`).
 
 from __future__ import annotations
 
-import datetime
 import os
 import tempfile
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +20,7 @@ from rich.table import Table
 from echoreduce.cli.sizes import format_bytes
 from echoreduce.collectives.catalogue import build
 from echoreduce.collectives.program import Program
-from echoreduce.collectives.run import DeviceRunner, Runner, measure
+from echoreduce.collectives.run import DeviceRunner, Runner, measure, process_group
 from echoreduce.cost.calibrate import Calibration, Comparison, Measure, collect, conclude
 from echoreduce.errors import BackendUnavailable, CheckError, ConfigError
 
@@ -102,7 +100,6 @@ def _process(rank: int, plan: Plan, world_size: int, folder: str) -> None:
 
 def _in_group(plan: Plan, spawned: tuple[int, int, str] | None) -> Result | None:
     """Calibrate inside one process of a group that this function opens and closes."""
-    limit = datetime.timedelta(seconds=plan.timeout)
     device = torch.device("cpu")
     if plan.backend == "nccl":
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -110,17 +107,11 @@ def _in_group(plan: Plan, spawned: tuple[int, int, str] | None) -> Result | None
             raise BackendUnavailable(f"NCCL needs one GPU a process, found {torch.cuda.device_count()} for local rank {local}")
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    bound = device if plan.backend == "nccl" else None
-    if spawned is None:
-        dist.init_process_group(plan.backend, timeout=limit, device_id=bound)
-    else:
-        rank, size, folder = spawned
-        dist.init_process_group(plan.backend, init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=limit)
-    try:
-        world_size = dist.get_world_size()
-        return _campaign(plan, world_size, _timer(device, plan.repeats), lambda p: _check(p, device), dist.get_rank() == 0)
-    finally:
-        dist.destroy_process_group()
+    rank, size, folder = spawned or (-1, -1, None)
+    meeting = None if folder is None else f"{folder}/meet"
+    with process_group(plan.backend, plan.timeout, device, meeting, rank, size) as (rank, size):
+        timer = _timer(device, plan.repeats)
+        return _campaign(plan, size, timer, lambda program: _check(program, device, rank, size), reports=rank == 0)
 
 
 def _campaign(plan: Plan, world_size: int, timer: Measure, check: Callable[[Program], None], reports: bool) -> Result | None:
@@ -144,9 +135,8 @@ def _timer(device: torch.device, repeats: int) -> Measure:
     return timer
 
 
-def _check(program: Program, device: torch.device) -> None:
+def _check(program: Program, device: torch.device, rank: int, size: int) -> None:
     """Sum integers, which fp32 adds exactly in any order."""
-    rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.arange(1000, device=device, dtype=torch.float32) % 97 + rank
     expected = (torch.arange(1000, device=device, dtype=torch.float32) % 97) * size + sum(range(size))
     _same(program, Runner(program, tensor)(tensor), expected)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -154,6 +156,29 @@ def _apply(flat: Tensor, rank: int, receives: tuple[_Message, ...], arrived: lis
         for part in ordered[2:]:
             total += part
         own.copy_(total)
+
+
+@contextmanager
+def process_group(
+    backend: str, timeout_seconds: float, device: torch.device, rendezvous: str | None = None, rank: int = -1, world_size: int = -1
+) -> Iterator[tuple[int, int]]:
+    """The default process group for as long as the block lasts; gives (rank, world_size).
+
+    Args:
+        backend: gloo or nccl.
+        timeout_seconds: after which a collective gives up on a peer.
+        device: of this process; NCCL binds to it.
+        rendezvous: path of a file in a shared folder, with `rank` and `world_size`; None takes all three from torchrun's environment.
+    """
+    limit = timedelta(seconds=timeout_seconds)
+    if rendezvous is None:
+        dist.init_process_group(backend, timeout=limit, device_id=device if device.type == "cuda" else None)
+    else:
+        dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=limit)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
