@@ -1,0 +1,75 @@
+"""The kernels compile for three architectures without a GPU, and their PTX keeps what the interpreter cannot show.
+
+Triton's release orders the stores of one thread only; a block barrier must stand between the last store and every release. Polls must be
+system-scope acquires. And code that nobody sees in results: 16-byte accesses, IEEE division, no contraction.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from echoreduce.kernels.one_shot import one_shot_kernel  # noqa: E402
+from echoreduce.kernels.spec import Spec  # noqa: E402
+from echoreduce.kernels.two_shot import two_shot_kernel  # noqa: E402
+
+PLAIN = Spec(2, 0, rows=16)
+LOCAL = replace(PLAIN, residual="local", averages=1, first=False, state="float8_e4m3")
+TYPES = {"table": "*i64", "control": "*i32", "record": "*i64", "e0": "*i32", "e1": "*i32", "x": "*bf16", "y": "*bf16"}
+LONG = ("half", "area", "patience")
+FLOATS = ("w0", "w1", "d0", "r0", "d1", "r1")
+KERNELS = [(two_shot_kernel, PLAIN), (two_shot_kernel, LOCAL), (one_shot_kernel, LOCAL)]
+
+
+def ptx_of(kernel, spec: Spec, capability: int) -> str:
+    signature = {}
+    for name in kernel.arg_names:
+        if name in ("m0", "m1"):
+            signature[name] = "*i32"
+        elif name == "spec":
+            signature[name] = "constexpr"
+        else:
+            signature[name] = TYPES.get(name, "fp32" if name in FLOATS else "i64" if name in LONG else "i32")
+    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature=signature, constexprs={"spec": spec}, attrs=aligned)
+    options = {"num_warps": 2, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+
+
+def unfenced_releases(ptx: str) -> list[str]:
+    """Releases with a store to global memory, but no block barrier, before them."""
+    bad, stored = [], False
+    for line in ptx.splitlines():
+        if "st.global" in line:
+            stored = True
+        elif "bar.sync" in line or "barrier.sync" in line:
+            stored = False
+        elif re.search(r"\batom\S*\.(release|acq_rel)\.", line) and stored:
+            bad.append(line.strip())
+    return bad
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("kernel, spec", KERNELS)
+def test_compiles_with_every_release_behind_a_barrier(kernel, spec, capability):
+    ptx = ptx_of(kernel, replace(spec, native_float8=capability >= 89), capability)
+    assert unfenced_releases(ptx) == []
+    # One PUSH flag a peer and, in two-shot, one GATHER flag; one-shot also raises its own.
+    assert len(re.findall(r"atom\.global\.sys\.release\.exch\.b64", ptx)) >= 2
+    assert re.search(r"ld\.global\.sys\.acquire\.b64|ld\.acquire\.sys\.global\.b64", ptx)
+    assert "div.rn.f32" in ptx
+    assert "div.approx" not in ptx
+    assert ".ftz" not in ptx
+    assert re.search(r"st\.global\S*\.v4\.b32", ptx)
+
+
+def test_the_check_finds_a_release_without_a_barrier():
+    ptx = ptx_of(two_shot_kernel, PLAIN, 90)
+    without = re.sub(r"^\s*(bar|barrier)\.sync.*$", "", ptx, flags=re.MULTILINE)
+    assert len(unfenced_releases(without)) >= 2
