@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from contributions import contributions
-from interpreted import InterpretedPool
 
 from echoreduce import reference
 from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
@@ -17,13 +15,6 @@ from echoreduce.feedback.compensator import FeedbackState, correction, update
 from echoreduce.runtime.schedule import Tuning
 
 SMALL = Tuning(warps=1, chunk_values=2048, waves=2, blocks=(2, 2, 1))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[InterpretedPool]:
-    pool = InterpretedPool(4)
-    yield pool
-    pool.close()
 
 
 def open_backend(group: dist.ProcessGroup, **options: object):
