@@ -2,6 +2,7 @@
 
     all_reduce
       enter       x' = x + c: cut into segments and groups, rotate, add the correction                                     (Eq. 10)
+      [rescale    gradients with fp16 qparams: x' times a power of two that all ranks share, undone after the tail          (Section 5.4)]
       two-shot    push    each rank rounds the segments that it does not own and sends the codes to their owners
                   reduce  the owner adds, in rank order and fp32, its own values and what the peers' codes stand for,
                           and rounds the sum
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from echoreduce.config import QuantConfig, Residual
 from echoreduce.errors import ShapeError
+from echoreduce.feedback import rescale as units
 from echoreduce.partition import Partition, partition
 from echoreduce.quant import codec
 from echoreduce.quant.grid import Grid, fit, qparams_dtype
@@ -58,11 +60,13 @@ class Reduced:
         output: the sum that every rank receives, shape and dtype of one contribution.
         residuals: u_i of each rank, fp32 [P, S, G, g]; None unless asked for.
         steps: scale of the grid on which rank i's residual was made, fp32 [P, S, G]; None as residuals.
+        record: the intermediates; None where nothing was quantized.
     """
 
     output: Tensor
     residuals: Tensor | None = None
     steps: Tensor | None = None
+    record: Record | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Record:
         sums: what the owner of each segment adds up, fp32 [S, G, g]; one-shot: the sum itself.
         gathered: codes and grid of each reduced segment, [S, G(, g)]; None for one-shot.
         values: what every rank reads before the rotation is undone, fp32 [S, G, g].
+        exponent: all tensors above are in units of 2**-exponent (`feedback.rescale`), int32 [1]; None: in the data's own units.
     """
 
     compensated: Tensor
@@ -84,6 +89,7 @@ class Record:
     sums: Tensor
     gathered: Rounded | None
     values: Tensor
+    exponent: Tensor | None = None
 
 
 def all_reduce(
@@ -92,6 +98,8 @@ def all_reduce(
     algorithm: str = "two_shot",
     correction: Tensor | None = None,
     residual: Residual = "none",
+    *,
+    rescale: bool = False,
 ) -> Reduced:
     """Sum the contributions of all ranks through a low-bit wire.
 
@@ -101,6 +109,7 @@ def all_reduce(
         algorithm: `two_shot` or `one_shot`.
         correction: c of each rank in the blocks' domain, fp32 [P, S, G, g]; None is zero.
         residual: which residual to return: `none`, `group` or `local`.
+        rescale: change units by a shared power of two around the rounding (`feedback.rescale`).
     Returns:
         Reduced; the output has shape [*shape].
     Raises:
@@ -110,28 +119,34 @@ def all_reduce(
     if quant.bits == 16 or contributions.shape[0] == 1 or contributions[0].numel() == 0:
         total = in_rank_order(contributions.float()) if contributions.shape[0] > 1 else contributions[0].clone()
         return Reduced(total.to(contributions.dtype))
-    record = trace(contributions, quant, algorithm, correction)
+    record = trace(contributions, quant, algorithm, correction, rescale=rescale)
     world_size = contributions.shape[0]
     cut = partition(contributions[0].numel(), world_size, quant.group_size)
-    output = leave(record.values, quant, cut, contributions.shape[1:], contributions.dtype)
+    output = leave(own_units(record.values, record.exponent), quant, cut, contributions.shape[1:], contributions.dtype)
     if residual == "none":
-        return Reduced(output)
+        return Reduced(output, record=record)
     residuals, steps = local_residuals(record) if residual == "local" else group_residuals(record)
-    return Reduced(output, residuals, steps)
+    return Reduced(output, own_units(residuals, record.exponent), own_units(steps, record.exponent), record)
 
 
-def trace(contributions: Tensor, quant: QuantConfig, algorithm: str = "two_shot", correction: Tensor | None = None) -> Record:
+def trace(
+    contributions: Tensor, quant: QuantConfig, algorithm: str = "two_shot", correction: Tensor | None = None, *, rescale: bool = False
+) -> Record:
     """Run the stages and keep every intermediate; arguments as `all_reduce`, at least one value and bits < 16."""
     qparams = qparams_dtype(quant, contributions.dtype)
     compensated = enter(contributions, quant, correction)
+    exponent = None
+    if rescale:
+        exponent = units.shared_exponent(units.largest_exponent(compensated), contributions.shape[0])
+        compensated = units.scale_by(compensated, exponent)
     pushed = push(compensated, quant, qparams)
     if algorithm == "one_shot":
         received = pushed.values()
         sums = in_rank_order(received)
-        return Record(compensated, pushed, received, sums, None, sums)
+        return Record(compensated, pushed, received, sums, None, sums, exponent)
     received = at_owners(compensated, pushed)
     sums, gathered = reduce(received, quant, qparams)
-    return Record(compensated, pushed, received, sums, gathered, tail(gather(gathered)))
+    return Record(compensated, pushed, received, sums, gathered, tail(gather(gathered)), exponent)
 
 
 # --- entry and exit -----------------------------------------------------------------------------------------------------------
@@ -169,6 +184,11 @@ def leave(values: Tensor, quant: QuantConfig, cut: Partition, shape: torch.Size,
     if quant.rotation == "hadamard":
         values = hadamard(values)
     return values.reshape(-1)[: cut.numel].reshape(shape).to(dtype)
+
+
+def own_units(values: Tensor, exponent: Tensor | None) -> Tensor:
+    """Undo the change of units: values * 2**-exponent; None: there was none."""
+    return values if exponent is None else units.scale_by(values, -exponent)
 
 
 # --- stages -------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ from echoreduce.config import FeedbackConfig, QuantConfig
 from echoreduce.errors import ConfigError, DTypeError, ShapeError
 from echoreduce.feedback import compensator
 from echoreduce.feedback.compensator import FeedbackState
-from echoreduce.quant.grid import DATA_DTYPES
+from echoreduce.quant import packing
+from echoreduce.quant.grid import DATA_DTYPES, qparams_dtype
+from echoreduce.recording import Recording
 
 
 class VirtualBackend:
@@ -31,6 +33,7 @@ class VirtualBackend:
 
     name = "virtual"
     rank = 0
+    training = True
 
     def __init__(self, world_size: int) -> None:
         if world_size < 1:
@@ -45,13 +48,21 @@ class VirtualBackend:
         """Nothing to give back."""
 
     def all_reduce(
-        self, x: Tensor, quant: QuantConfig, algorithm: str, state: FeedbackState | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        quant: QuantConfig,
+        algorithm: str,
+        state: FeedbackState | None = None,
+        out: Tensor | None = None,
+        *,
+        recording: Recording | None = None,
+        rescale: bool = False,
     ) -> Tensor:
         """Sum the rows of x through the low-bit wire.
 
         Args:
             x: contributions of all ranks, fp16, bf16 or fp32, shape [P, *shape].
-            quant, algorithm, state, out: as `Backend.all_reduce`.
+            quant, algorithm, state, out, recording, rescale: as `TrainingBackend.all_reduce`.
         Returns:
             Shape [*shape].
         Raises:
@@ -64,10 +75,23 @@ class VirtualBackend:
             raise DTypeError(f"cannot all-reduce {x.dtype} in low precision; accepted are float32, bfloat16 and float16")
         x = x.detach()
         returned = compensator.correction(state) if state is not None else None
-        reduced = reference.all_reduce(x, quant, algorithm, returned, "none" if state is None else state.config.residual)
+        residual = "none" if state is None else state.config.residual
+        reduced = reference.all_reduce(x, quant, algorithm, returned, residual, rescale=rescale)
+        if recording is not None:
+            fill(recording, reduced, quant, x.dtype)
         if state is not None and reduced.residuals is not None and reduced.steps is not None:
             compensator.update(state, reduced.residuals, reduced.steps)
         return reduced.output if out is None else out.copy_(reduced.output)
+
+
+def fill(recording: Recording, reduced: reference.Reduced, quant: QuantConfig, dtype: torch.dtype) -> None:
+    """Record a finished call: the bytes that every rank would have received, or the sum where nothing was quantized."""
+    record = reduced.record
+    if record is None or record.exponent is not None:
+        recording.keep_output(reduced.output)
+        return
+    received = record.pushed if record.gathered is None else record.gathered
+    recording.keep_wire(packing.encode(received.level, received.grid, quant, qparams_dtype(quant, dtype)), quant, reduced.output)
 
 
 def column_bounds(in_features: int, world_size: int, rank: int) -> tuple[int, int]:

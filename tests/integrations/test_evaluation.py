@@ -72,7 +72,7 @@ def test_feedback_keeps_the_accumulated_error_at_one_rounding(smollm2: tuple[Any
 
 def test_observed_errors_are_those_of_the_call() -> None:
     backend = ObservedBackend(3)
-    session = Session(backend, preset("default", group_size=16), 4)
+    session = Session(backend, preset("default", group_size=16), 6)  # sites 0, 1 send 8 bits, 2 and 3 send 4
     session.begin()
     piled = torch.zeros(40)
     for site in range(4):

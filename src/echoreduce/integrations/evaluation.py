@@ -25,9 +25,9 @@ from echoreduce.feedback import compensator
 from echoreduce.feedback.compensator import FeedbackState
 from echoreduce.integrations.transformers import attach
 from echoreduce.partition import partition, wire_bytes
+from echoreduce.recording import Recording
 from echoreduce.sites import bits_at, early_half, edges, uniform
 from echoreduce.virtual import VirtualBackend
-
 
 #: Tokens on which the error figures are measured; a few hundred settle the mean over sites.
 OBSERVED_TOKENS = 256
@@ -185,11 +185,19 @@ class ObservedBackend(VirtualBackend):
         self._sum: Tensor | None = None
 
     def all_reduce(
-        self, x: Tensor, quant: QuantConfig, algorithm: str, state: FeedbackState | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        quant: QuantConfig,
+        algorithm: str,
+        state: FeedbackState | None = None,
+        out: Tensor | None = None,
+        *,
+        recording: Recording | None = None,
+        rescale: bool = False,
     ) -> Tensor:
         """As `VirtualBackend.all_reduce`."""
         returned = compensator.correction(state) if state is not None else None
-        result = super().all_reduce(x, quant, algorithm, state, out)
+        result = super().all_reduce(x, quant, algorithm, state, out, recording=recording, rescale=rescale)
         exact = reference.in_rank_order(x.float())
         delta = torch.zeros_like(exact)
         if quant.bits != 16 and self.world_size > 1:

@@ -8,11 +8,12 @@ Source: docs/design.md, Section 7.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
 from echoreduce.config import FeedbackConfig, QuantConfig
+from echoreduce.recording import Recording
 
 
 class State(Protocol):
@@ -56,3 +57,36 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give back memory and handles; further calls raise GroupError. Collective where the backend's text says so."""
+
+
+class TrainingBackend(Backend, Protocol):
+    """A backend with the two options that training asks for; `supports_training` tells.
+
+    Attributes:
+        training: True.
+    """
+
+    training: bool
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        quant: QuantConfig,
+        algorithm: str,
+        state: Any = None,
+        out: Tensor | None = None,
+        *,
+        recording: Recording | None = None,
+        rescale: bool = False,
+    ) -> Tensor:
+        """As `Backend.all_reduce`.
+
+        Args:
+            recording: filled, so that `recording.replay()` gives the same sum on this rank without communication.
+            rescale: change units by a power of two shared by all ranks (`feedback.rescale`); one more collective of one integer.
+        """
+
+
+def supports_training(backend: Backend) -> TypeGuard[TrainingBackend]:
+    """Whether `all_reduce` takes `recording` and `rescale`."""
+    return getattr(backend, "training", False) is True

@@ -6,6 +6,8 @@
 Every rank runs the functions of `reference` on its own slice, so outputs, codes and residuals equal it bit for bit. All payloads are
 uint8 of equal size a rank (uneven all_to_all_single reads uninitialized memory on gloo).
 
+With `rescale` one all-reduce (MAX) of one integer goes before the payload, see `feedback.rescale`.
+
 The header is exchanged on gloo by default and not on NCCL: there it costs one more collective and a synchronization with the host a
 call. A peer that died or is late raises PeerError within the timeout; survivors call a roll over the group's store to name it.
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,10 +33,12 @@ from echoreduce import reference
 from echoreduce.config import FeedbackConfig, QuantConfig
 from echoreduce.errors import DTypeError, EchoReduceError, GroupError, PassError, PeerError, ShapeError
 from echoreduce.feedback import compensator
+from echoreduce.feedback import rescale as units
 from echoreduce.feedback.compensator import FeedbackState
 from echoreduce.partition import Partition, partition
 from echoreduce.quant import packing
 from echoreduce.quant.grid import DATA_DTYPES, qparams_dtype
+from echoreduce.recording import Recording
 from echoreduce.runtime.header import WORDS, Header, compare, settings_text
 
 #: Seconds that survivors of a failed call wait for each other before they name who is missing.
@@ -42,6 +46,15 @@ ROLL_CALL_SECONDS = 3.0
 
 #: torch 2.13 renamed it; 2.11 has the old name only.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one call is made: quantizer, `two_shot` or `one_shot`, and whether units change (`feedback.rescale`)."""
+
+    quant: QuantConfig
+    algorithm: str
+    rescale: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,8 @@ class Shared:
         sums: own segment's sum, fp32 [G, g]; None for one-shot.
         reduced: its rounding; None for one-shot.
         values: what every rank reads, fp32 [S, G, g].
+        wire: the bytes that `values` were read from, uint8 [S, bytes]; one-shot: [P, S, bytes].
+        exponent: all fp32 tensors above are in units of 2**-exponent; None: in the data's own units.
     """
 
     compensated: Tensor
@@ -61,6 +76,8 @@ class Shared:
     sums: Tensor | None
     reduced: reference.Rounded | None
     values: Tensor
+    wire: Tensor
+    exponent: Tensor | None = None
 
 
 class C10dBackend:
@@ -78,6 +95,7 @@ class C10dBackend:
     """
 
     name = "c10d"
+    training = True
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, check_headers: bool | None = None, timeout: timedelta | None = None
@@ -105,9 +123,17 @@ class C10dBackend:
         self._closed = True
 
     def all_reduce(
-        self, x: Tensor, quant: QuantConfig, algorithm: str, state: FeedbackState | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        quant: QuantConfig,
+        algorithm: str,
+        state: FeedbackState | None = None,
+        out: Tensor | None = None,
+        *,
+        recording: Recording | None = None,
+        rescale: bool = False,
     ) -> Tensor:
-        """See `Backend.all_reduce`.
+        """See `TrainingBackend.all_reduce`.
 
         Raises:
             MismatchError: another rank came with another shape, dtype or setting (needs `check_headers`).
@@ -124,34 +150,53 @@ class C10dBackend:
             raise PassError("concurrent use: another thread is inside an all-reduce of this group; give each thread its own group")
         try:
             self._call += 1
-            result = self._guarded(x.detach(), quant, algorithm, state)
+            result = self._guarded(x.detach(), Settings(quant, algorithm, rescale), state, recording)
         finally:
             self._busy.release()
         return result if out is None else write_to(out, result)
 
-    def _guarded(self, x: Tensor, quant: QuantConfig, algorithm: str, state: FeedbackState | None) -> Tensor:
+    def _guarded(self, x: Tensor, how: Settings, state: FeedbackState | None, recording: Recording | None) -> Tensor:
         if self.world_size > 1 and self.check_headers:
-            self._exchange_headers(x, quant, algorithm, state)
+            self._exchange_headers(x, how, state)
         if x.dtype not in DATA_DTYPES:
             raise DTypeError(f"cannot all-reduce {x.dtype} in low precision; accepted are float32, bfloat16 and float16")
-        if self.world_size == 1 or x.numel() == 0:
-            return x.clone()
-        if quant.bits == 16:
+        if self.world_size == 1 or x.numel() == 0 or how.quant.bits == 16:
             total = x.clone(memory_format=torch.contiguous_format)
-            self._run(lambda: dist.all_reduce(total, group=self.group, async_op=True))
+            if self.world_size > 1 and x.numel() > 0:
+                self._run(lambda: dist.all_reduce(total, group=self.group, async_op=True))
+            if recording is not None:
+                recording.keep_output(total)
             return total
-        cut = partition(x.numel(), self.world_size, quant.group_size)
+        cut = partition(x.numel(), self.world_size, how.quant.group_size)
+        shared = self._shared(self._compensated(x, cut, how.quant, state), cut, how, x.dtype)
+        if state is not None:
+            residual, steps = self._residual(shared, state.config)
+            compensator.update(state, reference.own_units(residual, shared.exponent), reference.own_units(steps, shared.exponent))
+        output = reference.leave(reference.own_units(shared.values, shared.exponent), how.quant, cut, x.shape, x.dtype)
+        if recording is not None:
+            recording.keep_wire(shared.wire, how.quant, output) if shared.exponent is None else recording.keep_output(output)
+        return output
+
+    def _compensated(self, x: Tensor, cut: Partition, quant: QuantConfig, state: FeedbackState | None) -> Tensor:
+        """x' = x + c in blocks, fp32 [S, G, g]."""
         blocks = reference.to_blocks(x.reshape(-1), cut, quant)
-        if state is not None:
-            returned = compensator.correction(state)
-            if returned is not None:
-                if returned.shape != blocks.shape:
-                    raise ShapeError(f"{x.numel()} values at this site, but the pass began with another size; begin a new pass")
-                blocks = blocks + returned
-        shared = self._two_shot(blocks, cut, quant, x.dtype) if algorithm == "two_shot" else self._one_shot(blocks, cut, quant, x.dtype)
-        if state is not None:
-            compensator.update(state, *self._residual(shared, state.config))
-        return reference.leave(shared.values, quant, cut, x.shape, x.dtype)
+        returned = compensator.correction(state) if state is not None else None
+        if returned is None:
+            return blocks
+        if returned.shape != blocks.shape:
+            raise ShapeError(f"{x.numel()} values at this site, but the pass began with another size; begin a new pass")
+        return blocks + returned
+
+    def _shared(self, blocks: Tensor, cut: Partition, how: Settings, dtype: torch.dtype) -> Shared:
+        """The collective itself, in units that all ranks share if `how.rescale`."""
+        exponent = None
+        if how.rescale:
+            largest = units.largest_exponent(blocks)
+            self._run(lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+            exponent = units.shared_exponent(largest, self.world_size)
+            blocks = units.scale_by(blocks, exponent)
+        collective = self._two_shot if how.algorithm == "two_shot" else self._one_shot
+        return replace(collective(blocks, cut, how.quant, dtype), exponent=exponent)
 
     def _two_shot(self, blocks: Tensor, cut: Partition, quant: QuantConfig, dtype: torch.dtype) -> Shared:
         qparams = qparams_dtype(quant, dtype)
@@ -159,25 +204,25 @@ class C10dBackend:
         sent = packing.encode(pushed.level, pushed.grid, quant, qparams)
         arrived = torch.empty_like(sent)
         self._run(lambda: dist.all_to_all_single(arrived, sent, group=self.group, async_op=True))
-        received = reference.Rounded(*packing.decode(arrived, cut.segment_groups, quant, qparams)).values()
+        received = _read(arrived, cut.segment_groups, quant, qparams)
         received[self.rank] = blocks[self.rank]
         sums, reduced = reference.reduce(received, quant, qparams)
-        values = self._gather(packing.encode(reduced.level, reduced.grid, quant, qparams), cut.segment_groups, quant, qparams)
-        return Shared(blocks, pushed, sums, reduced, values)
+        wire = self._gather(packing.encode(reduced.level, reduced.grid, quant, qparams))
+        return Shared(blocks, pushed, sums, reduced, _read(wire, cut.segment_groups, quant, qparams), wire)
 
     def _one_shot(self, blocks: Tensor, cut: Partition, quant: QuantConfig, dtype: torch.dtype) -> Shared:
         qparams = qparams_dtype(quant, dtype)
         pushed = reference.push(blocks, quant, qparams)
         sent = packing.encode(pushed.level, pushed.grid, quant, qparams)
-        copies = self._gather(sent, cut.segment_groups, quant, qparams)
-        return Shared(blocks, pushed, None, None, reference.in_rank_order(copies))
+        wire = self._gather(sent)
+        copies = _read(wire, cut.segment_groups, quant, qparams)
+        return Shared(blocks, pushed, None, None, reference.in_rank_order(copies), wire)
 
-    def _gather(self, sent: Tensor, groups: int, quant: QuantConfig, qparams: torch.dtype) -> Tensor:
-        """All-gather wire bytes [*segments, bytes] and read them: fp32 [P, *segments, groups, group_size]."""
+    def _gather(self, sent: Tensor) -> Tensor:
+        """All-gather wire bytes [*segments, bytes]: uint8 [P, *segments, bytes]."""
         arrived = sent.new_empty((self.world_size * sent.numel(),))
         self._run(lambda: all_gather_single(arrived, sent.reshape(-1), group=self.group, async_op=True))
-        level, grid = packing.decode(arrived.reshape(self.world_size, *sent.shape), groups, quant, qparams)
-        return reference.Rounded(level, grid).values()
+        return arrived.reshape(self.world_size, *sent.shape)
 
     def _residual(self, shared: Shared, feedback: FeedbackConfig) -> tuple[Tensor, Tensor]:
         """This rank's residual and the steps that bound it; as `reference.local_residuals` and `group_residuals`."""
@@ -190,8 +235,9 @@ class C10dBackend:
             steps[self.rank] = shared.reduced.grid.scale
         return residual, steps
 
-    def _exchange_headers(self, x: Tensor, quant: QuantConfig, algorithm: str, state: FeedbackState | None) -> None:
-        header = Header(tuple(x.shape), x.dtype, settings_text(quant, algorithm, state and state.config), self._call)
+    def _exchange_headers(self, x: Tensor, how: Settings, state: FeedbackState | None) -> None:
+        algorithm = how.algorithm + (" rescaled" if how.rescale else "")
+        header = Header(tuple(x.shape), x.dtype, settings_text(how.quant, algorithm, state and state.config), self._call)
         words = torch.tensor(header.words(), dtype=torch.int64, device=x.device).repeat(self.world_size)
         table = torch.empty_like(words)
         self._run(lambda: dist.all_to_all_single(table, words, group=self.group, async_op=True))
@@ -219,6 +265,11 @@ class C10dBackend:
             "the group cannot be used any more",
             tuple(missing),
         )
+
+
+def _read(wire: Tensor, groups: int, quant: QuantConfig, qparams: torch.dtype) -> Tensor:
+    """What wire bytes [*segments, bytes] stand for: fp32 [*segments, groups, group_size]."""
+    return reference.Rounded(*packing.decode(wire, groups, quant, qparams)).values()
 
 
 def roll_call(group: dist.ProcessGroup, rank: int, world_size: int, call: int) -> tuple[list[int], str]:
