@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contributions import contributions
 
+from contributions import contributions
 from echoreduce import reference
 from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
 from echoreduce.feedback.compensator import FeedbackState, correction, update
@@ -66,23 +66,29 @@ def check_pass(backend, rank, quant, algorithm, feedback, dtype, numel, sites=3)
                     assert torch.equal(exponents.cpu(), want.exponent[rank].reshape(-1))
 
 
+#: (quantizer, algorithm, feedback, dtype, numel): every quantizer, state, dtype and way of padding once; each compiles anew.
+CONFIGURATIONS = [
+    (QuantConfig(), "two_shot", FLOAT8, torch.bfloat16, 300_007),
+    (QuantConfig(), "one_shot", FLOAT8, torch.bfloat16, 128 * 4096),
+    (QuantConfig(bits=8), "two_shot", FeedbackConfig(state="float8_e5m2"), torch.bfloat16, 1000),
+    (QuantConfig(bits=8), "one_shot", NO_FEEDBACK, torch.float16, 70_001),
+    (QuantConfig(), "two_shot", FeedbackConfig(), torch.float32, 1),
+    (QuantConfig(bits=6, group_size=64), "two_shot", NO_FEEDBACK, torch.bfloat16, 40_001),
+    (QuantConfig(bits=5, policy="asymmetric", group_size=32), "two_shot", NO_FEEDBACK, torch.float16, 40_001),
+    (QuantConfig(bits=3, policy="symmetric", group_size=256), "one_shot", NO_FEEDBACK, torch.float32, 40_001),
+    (QuantConfig(rotation="hadamard"), "two_shot", NO_FEEDBACK, torch.bfloat16, 40_001),
+    (QuantConfig(qparams="fp16"), "two_shot", PAPER, torch.bfloat16, 1_000_001),
+    (QuantConfig(), "two_shot", FLOAT8, torch.bfloat16, 1 << 20),
+]
+
+
 def _every_configuration(rank):
     backend = open_backend(first_half=1 << 16)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for algorithm in ("two_shot", "one_shot"):
-            for numel in (1, 1000, 128 * 4096, 300_007) if dtype == torch.bfloat16 else (300_007,):
-                check_pass(backend, rank, QuantConfig(), algorithm, FLOAT8, dtype, numel)
-            check_pass(backend, rank, QuantConfig(bits=8), algorithm, NO_FEEDBACK, dtype, 70_001)
-    for bits, policy, group_size in ((5, "asymmetric", 32), (6, "zero_aware", 64), (3, "symmetric", 256), (8, "symmetric", 16), (2, "zero_aware", 128)):
-        quant = QuantConfig(bits=bits, policy=policy, group_size=group_size)
-        check_pass(backend, rank, quant, "two_shot", FeedbackConfig(state="float8_e5m2"), torch.bfloat16, 40_001)
-    check_pass(backend, rank, QuantConfig(rotation="hadamard"), "two_shot", FeedbackConfig(), torch.bfloat16, 40_001)
-    check_pass(backend, rank, QuantConfig(qparams="fp16"), "two_shot", PAPER, torch.bfloat16, 1_000_001)
-    check_pass(backend, rank, QuantConfig(), "one_shot", PAPER, torch.bfloat16, 100_001)
+    for quant, algorithm, feedback, dtype, numel in CONFIGURATIONS:
+        check_pass(backend, rank, quant, algorithm, feedback, dtype, numel)
     backend.close()
-    backend = open_backend(first_half=1 << 14, largest_half=1 << 18)
+    backend = open_backend(first_half=1 << 14, largest_half=1 << 18)  # in pieces
     check_pass(backend, rank, QuantConfig(), "two_shot", FLOAT8, torch.bfloat16, 2_000_001)
-    check_pass(backend, rank, QuantConfig(), "one_shot", PAPER, torch.bfloat16, 2_000_001)
     backend.close()
 
 
@@ -135,7 +141,8 @@ def _shapes(rank):
         outputs.append(backend.all_reduce(x.cuda(), QuantConfig(), ("two_shot", "one_shot")[call % 2]))
     backend.synchronize()
     for call in range(0, 1000, 50):
-        every = torch.stack([torch.randn(*inputs[call], generator=torch.Generator().manual_seed(2 * call + r)).bfloat16() for r in range(WORLD)])
+        generators = [torch.Generator().manual_seed(2 * call + peer) for peer in range(WORLD)]
+        every = torch.stack([torch.randn(*inputs[call], generator=each).bfloat16() for each in generators])
         assert torch.equal(outputs[call].cpu(), reference.all_reduce(every, QuantConfig(), ("two_shot", "one_shot")[call % 2]).output)
     backend.close()
 
@@ -164,3 +171,39 @@ def _streams(rank):
 
 def test_two_streams_are_put_in_order():
     run(_streams)
+
+
+def _late(rank):
+    """Rank 1 never calls, as if it had died: rank 0 says so within the bound and can go on."""
+    from echoreduce.errors import PeerError
+    from echoreduce.runtime.p2p import P2PBackend
+
+    backend = P2PBackend(timeout=timedelta(seconds=2))
+    if rank == 0:
+        begin = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin[0].record()
+        y = backend.all_reduce(torch.ones(1 << 20, dtype=torch.bfloat16, device="cuda"), QuantConfig(), "two_shot")
+        begin[1].record()
+        with pytest.raises(PeerError, match="gave up waiting for rank 1") as caught:
+            backend.synchronize()
+        assert caught.value.ranks == (1,)
+        assert 1900 < begin[0].elapsed_time(begin[1]) < 8000
+        assert bool(y.isnan().any())
+        with pytest.raises(PeerError):
+            backend.close()
+
+
+def test_a_peer_that_never_comes_is_reported_within_the_bound():
+    run(_late)
+
+
+def _mismatch(rank):
+    from echoreduce.errors import MismatchError
+
+    backend = open_backend(blocking=True)
+    with pytest.raises(MismatchError, match="rank 0: 25600 values bf16.*rank 1: 51200 values bf16"):
+        backend.all_reduce(torch.ones(100 * (rank + 1), 256, dtype=torch.bfloat16, device="cuda"), QuantConfig(), "two_shot")
+
+
+def test_a_mismatch_is_raised_on_both_ranks():
+    run(_mismatch)

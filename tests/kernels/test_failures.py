@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from contributions import contributions
 
+from contributions import contributions
 from echoreduce import reference
 from echoreduce.config import FeedbackConfig, QuantConfig
 from echoreduce.runtime.schedule import Tuning
@@ -104,7 +104,10 @@ def refused(group, where):
     return "none", ""
 
 
-@pytest.mark.parametrize("where, words", [("allocate", "rank 2: OSError: handle cannot be opened"), ("write", "nothing arrived from rank 2")])
+REFUSALS = [("allocate", "rank 2: OSError: handle cannot be opened"), ("write", "nothing arrived from rank 2")]
+
+
+@pytest.mark.parametrize("where, words", REFUSALS)
 def test_set_up_is_all_or_nothing(ranks, where, words):
     results = ranks.run(refused, 3, where)
     assert {kind for kind, _ in results} == {"BackendUnavailable"}
@@ -171,3 +174,32 @@ def closed(group):
 
 def test_a_closed_backend_refuses(ranks):
     assert ranks.run(closed, 2) == ["GroupError", "GroupError"]
+
+
+def automatic(group):
+    """Below the crossover exact and without state, above it low-bit; without peer-to-peer memory the agreed fallback."""
+    from echoreduce.runtime.dispatch import AutoBackend, Table
+    from echoreduce.runtime.dispatch import open_backend as choose_backend
+
+    auto = AutoBackend(open_backend(group))
+    auto._tables = {2: Table(1024, "test"), 4: Table(1024, "test")}
+    state = auto.new_state(FeedbackConfig())
+    rank = dist.get_rank(group)
+    small = torch.full((16,), 1.0 + rank)
+    below = auto.all_reduce(small, QuantConfig(), "two_shot", state)
+    untouched = state.averages() == []
+    x = contributions(2, 700)[rank]
+    above = auto.all_reduce(x, QuantConfig(), "two_shot", state)
+    auto.close()
+    fallback, reason = choose_backend(group, "auto")
+    return below, untouched, above, auto.explain(64, torch.float32), fallback.name, reason
+
+
+def test_auto_follows_its_table_and_falls_back(ranks):
+    for below, untouched, above, text, name, reason in ranks.run(automatic, 2):
+        assert torch.equal(below, torch.full((16,), 3.0))
+        assert untouched
+        assert torch.equal(above, reference.all_reduce(contributions(2, 700), QuantConfig()).output)
+        assert text == "exact: 64 bytes are below the crossover of 1024 bytes (test)"
+        assert name == "c10d"
+        assert "rank 0: no CUDA device" in reason

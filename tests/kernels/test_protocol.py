@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from contributions import contributions
 
+from contributions import contributions
 from echoreduce import reference
 from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
 from echoreduce.feedback.compensator import FeedbackState, correction, update
@@ -36,18 +36,19 @@ def run_pass(group, quant, algorithm, feedback, dtype, numel, sites, options):
     return outputs, averages
 
 
+PAPER = FeedbackConfig("group", 0.75, 0.35, (0.7, 0.3), "fp32")
 CASES = [
     (2, "two_shot", QuantConfig(), NO_FEEDBACK, torch.bfloat16, 1280, {}),
     (2, "one_shot", QuantConfig(), FeedbackConfig(state="float8_e4m3"), torch.bfloat16, 1501, {}),
     (3, "two_shot", QuantConfig(bits=8), FeedbackConfig(state="float8_e5m2"), torch.float16, 2003, {}),
     (4, "two_shot", QuantConfig(), FeedbackConfig(state="bf16"), torch.float32, 3001, {}),
     (4, "one_shot", QuantConfig(bits=5, group_size=64), FeedbackConfig(decays=(0.7, 0.3), gain=0.75), torch.bfloat16, 1029, {}),
-    (2, "two_shot", QuantConfig(qparams="fp16"), FeedbackConfig("group", 0.75, 0.35, (0.7, 0.3), "fp32"), torch.bfloat16, 2601, {}),
+    (2, "two_shot", QuantConfig(qparams="fp16"), PAPER, torch.bfloat16, 2601, {}),
     (3, "one_shot", QuantConfig(rotation="hadamard"), FeedbackConfig("group", state="float8_e4m3"), torch.bfloat16, 1301, {}),
     (3, "two_shot", QuantConfig(bits=6, policy="asymmetric"), NO_FEEDBACK, torch.float16, 5, {}),
     (4, "two_shot", QuantConfig(policy="symmetric"), NO_FEEDBACK, torch.float32, 1, {}),
     (2, "two_shot", QuantConfig(group_size=16), FeedbackConfig(), torch.bfloat16, 3001, {"largest_half": 1 << 12}),
-    (2, "one_shot", QuantConfig(), FeedbackConfig("group", 0.75, 0.35, (0.7, 0.3), "fp32"), torch.bfloat16, 20001, {"largest_half": 1 << 14}),
+    (2, "one_shot", QuantConfig(), PAPER, torch.bfloat16, 20001, {"largest_half": 1 << 14}),
 ]
 
 

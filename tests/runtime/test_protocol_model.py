@@ -76,7 +76,8 @@ def successors(state: State, rules: Rules, algorithms: tuple[str, ...]):
         actions = steps_of(rank, call, rules, algorithms)
         if all(place == len(actions[index]) for index, place in enumerate(state.places[rank])):
             if not any(store[0] == rank for store in state.under_way):  # a kernel ends when its stores have been delivered
-                yield State(put(state.calls, (rank,), call + 1), put(state.places, (rank,), (0, 0, 0)), state.areas, state.flags, state.under_way)
+                places = put(state.places, (rank,), (0, 0, 0))
+                yield State(put(state.calls, (rank,), call + 1), places, state.areas, state.flags, state.under_way)
             continue
         for process, place in enumerate(state.places[rank]):
             if place < len(actions[process]):

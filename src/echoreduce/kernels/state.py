@@ -197,9 +197,8 @@ def store_average(value, step, values, exponents, group, real, bounded: tl.const
             stored = to_bf16(value, spec)
         a, b, c, d = part_pieces(stored, spec)
         keep = real[None, :, None]
-        store_pieces(
-            values + ((group * spec.group_size)[None, :, None] + lane_offsets(spec)), a, b, c, d, keep, keep, keep, keep, spec.lanes * 8, spec
-        )
+        at = values + ((group * spec.group_size)[None, :, None] + lane_offsets(spec))
+        store_pieces(at, a, b, c, d, keep, keep, keep, keep, spec.lanes * 8, spec)
 
 
 @triton.jit
