@@ -18,6 +18,7 @@ from torch import Tensor
 
 from echoreduce.config import EchoConfig, preset
 from echoreduce.errors import ConfigError
+from echoreduce.quant.grid import divide
 from echoreduce.runtime.c10d import C10dBackend, check_out
 from echoreduce.session import Session
 
@@ -85,7 +86,7 @@ class Communicator:
         else:
             result = self._sum(x, out if op == "sum" else None)
         if op == "avg":
-            result = result / self.world_size
+            result = divide(result, self.world_size)
             if out is not None:
                 with torch.no_grad():
                     result = out.copy_(result)

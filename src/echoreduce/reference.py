@@ -32,7 +32,7 @@ from echoreduce.errors import ShapeError
 from echoreduce.feedback import rescale as units
 from echoreduce.partition import Partition, partition
 from echoreduce.quant import codec
-from echoreduce.quant.grid import Grid, fit, qparams_dtype
+from echoreduce.quant.grid import Grid, divide, fit, qparams_dtype
 from echoreduce.quant.rotation import hadamard
 
 
@@ -281,7 +281,7 @@ def group_residuals(record: Record) -> tuple[Tensor, Tensor]:
         (residuals fp32 [P, S, G, g], steps of the push, fp32 [P, S, G]; they do not bound this residual).
     """
     world_size = record.compensated.shape[0]
-    return record.compensated - record.values / world_size, record.pushed.grid.scale
+    return record.compensated - divide(record.values, world_size), record.pushed.grid.scale
 
 
 def injected_error(record: Record) -> Tensor:

@@ -80,6 +80,11 @@ def qparams_dtype(quant: QuantConfig, data: torch.dtype) -> torch.dtype:
     return torch.float16 if quant.qparams == "fp16" else torch.bfloat16
 
 
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, correctly rounded on every device: on CUDA torch turns a division by a Python number into a multiplication."""
+    return x / x.new_full((), divisor)
+
+
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Smallest number of 16-bit type `dtype` that is not below x >= 0, as fp32; overflow gives Inf, NaN stays NaN."""
     nearest = x.to(dtype)
@@ -110,8 +115,7 @@ def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
     """
     low, high = groups.amin(-1), groups.amax(-1)  # both let a NaN through; together faster than aminmax on CPU
     if quant.policy == "symmetric":
-        magnitude = torch.maximum(high, -low)
-        raw = magnitude / symmetric_limit(quant.bits)
+        raw = divide(torch.maximum(high, -low), symmetric_limit(quant.bits))
         offset = torch.zeros_like(low)
         one_sided = torch.zeros_like(low, dtype=torch.bool)
     else:
@@ -121,13 +125,13 @@ def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
             one_sided = torch.ones_like(low, dtype=torch.bool)
         offset = torch.where(one_sided, round_down(low, qparams), torch.zeros_like(low))
         # Halved, so that max - min of large fp32 values stays finite; halving is exact.
-        raw = (0.5 * high - 0.5 * torch.where(one_sided, offset, low)) / (0.5 * levels(quant.bits))
+        raw = divide(0.5 * high - 0.5 * torch.where(one_sided, offset, low), 0.5 * levels(quant.bits))
     return _finish(raw, low, offset, one_sided, quant, qparams)
 
 
 def _finish(raw: Tensor, low: Tensor, offset: Tensor, one_sided: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
     """Round the scale up, mark non-finite groups, and place the zero point."""
-    scale = round_up(raw, qparams)
+    scale = round_up(raw.abs(), qparams)  # a group of zeros may give -0, whose sign bit would mean an offset
     if qparams == torch.bfloat16:
         scale = torch.where((scale > 0) & (scale < SMALLEST_BF16_SCALE), SMALLEST_BF16_SCALE, scale)
     finite = torch.isfinite(scale) & torch.isfinite(offset)
@@ -138,7 +142,7 @@ def _finish(raw: Tensor, low: Tensor, offset: Tensor, one_sided: Tensor, quant: 
     if quant.policy == "symmetric":
         zero = torch.full_like(scale, symmetric_limit(quant.bits))
     else:
-        zero = torch.round(-low * inverse).clamp_(0, levels(quant.bits))
+        zero = torch.round(-low * inverse).clamp_(0, levels(quant.bits)).abs_()
         zero = torch.where(one_sided | ~finite, 0.0, zero)
     return Grid(scale, inverse, zero, offset, one_sided)
 

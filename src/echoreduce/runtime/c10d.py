@@ -37,7 +37,7 @@ from echoreduce.feedback import rescale as units
 from echoreduce.feedback.compensator import FeedbackState
 from echoreduce.partition import Partition, partition
 from echoreduce.quant import packing
-from echoreduce.quant.grid import DATA_DTYPES, qparams_dtype
+from echoreduce.quant.grid import DATA_DTYPES, divide, qparams_dtype
 from echoreduce.recording import Recording
 from echoreduce.runtime.header import WORDS, Header, compare, settings_text
 
@@ -227,7 +227,7 @@ class C10dBackend:
     def _residual(self, shared: Shared, feedback: FeedbackConfig) -> tuple[Tensor, Tensor]:
         """This rank's residual and the steps that bound it; as `reference.local_residuals` and `group_residuals`."""
         if feedback.residual == "group":
-            return shared.compensated - shared.values / self.world_size, shared.pushed.grid.scale
+            return shared.compensated - divide(shared.values, self.world_size), shared.pushed.grid.scale
         residual, steps = shared.compensated - shared.pushed.values(), shared.pushed.grid.scale
         if shared.sums is not None and shared.reduced is not None:
             residual[self.rank] = shared.sums - shared.values[self.rank]
