@@ -21,7 +21,7 @@ from echoreduce.cli.sizes import format_bytes
 from echoreduce.collectives.catalogue import build
 from echoreduce.collectives.program import Program
 from echoreduce.collectives.run import DeviceRunner, Runner, measure, process_group
-from echoreduce.cost.calibrate import Calibration, Comparison, Measure, collect, conclude
+from echoreduce.cost.calibrate import PROBE_BYTES, Calibration, Comparison, Measure, collect, conclude
 from echoreduce.errors import BackendUnavailable, CheckError, ConfigError
 
 #: Compared with the model; pipelined ones in 4 pieces.
@@ -47,6 +47,13 @@ class Plan:
     repeats: int
     timeout: int
     quietest: bool = False
+
+    @property
+    def probe_sizes(self) -> tuple[int, ...]:
+        """Bytes of the probes. Between GPUs the launch hides 8 MiB, so beta shows only in messages as large as those to be compared."""
+        if self.backend == "gloo":
+            return PROBE_BYTES
+        return tuple(sorted({*PROBE_BYTES, *(size for size in self.sizes if size > max(PROBE_BYTES))}))
 
     def __post_init__(self) -> None:
         if not self.world_sizes or min(self.world_sizes) < 2:
@@ -119,7 +126,7 @@ def _campaign(plan: Plan, world_size: int, timer: Measure, check: Callable[[Prog
     programs = [build(name, world_size, 1, PIECES) for name in COMPARED]
     for program in programs:
         check(program)  # correctness gates timing
-    measured = collect(timer, world_size, programs, plan.sizes, plan.sweeps)
+    measured = collect(timer, world_size, programs, plan.sizes, plan.sweeps, plan.probe_sizes)
     if not reports:
         return None
     constants, compared = conclude(measured, plan.quietest)
