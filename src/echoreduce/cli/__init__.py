@@ -30,5 +30,7 @@ def main() -> None:
     try:
         app()
     except EchoReduceError as error:
-        Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False, emoji=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"{type(error).__name__}: {error}", style="red", markup=False, emoji=False, highlight=False, soft_wrap=True
+        )
         sys.exit(1)
