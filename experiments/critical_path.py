@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 experiments/critical_path.py --out critical_path.json
 
 As the paper measures it (Section 7.1): the group residual's update runs on a side stream beside the next product, so what it costs is what
-it takes from that product. 1 GiB is a product of [65536, 4096] by [4096, 8192] in bf16.
+it takes from that product. 1 GiB is [65536, 4096] by [4096, 8192] in bf16.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
         for variant in VARIANTS:
             added = rows[variant] - alone
             ratio = (rows["nccl"] - alone) / added
-            print(f"{variant}: {rows[variant]:.3f} ms, adds {added:.3f} ms to the product's {alone:.3f} ms, {ratio:.2f}x of nccl", flush=True)
+            print(f"{variant}: {rows[variant]:.3f} ms, adds {added:.3f} ms to the product's {alone:.3f}, {ratio:.2f}x of nccl", flush=True)
         if options.out:
             write_json(options.out, milliseconds=rows, tokens=options.tokens, hidden=options.hidden, inner=options.inner)
     backend.close()

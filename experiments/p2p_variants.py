@@ -119,7 +119,8 @@ def main() -> None:
                 best = "; ".join(f"{m:.4f} w{t.warps} c{t.chunk_values} b{t.blocks} r{t.registers}" for m, t in found[:4])
                 print(f"{size} {bits}bit {algorithm} {name}: {nccl / found[0][0]:.2f}x {best}", flush=True)
     if rank == 0 and options.out:
-        write_json(options.out, columns="size bits algorithm feedback ms nccl_ms warps chunk_values blocks registers".split(), rows=rows)
+        columns = ["size", "bits", "algorithm", "feedback", "ms", "nccl_ms", "warps", "chunk_values", "blocks", "registers"]
+        write_json(options.out, columns=columns, rows=rows)
     backend.close()
     dist.destroy_process_group()
 

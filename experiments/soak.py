@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 experiments/soak.py --calls 100000
 
-Each of the shapes has fixed inputs, so each of its sums must be the same as its first one; the first ones are compared among ranks. Prints one
-line and exits 1 if any sum differs.
+Each shape has fixed inputs, so each of its sums must be the same as its first one; the first ones are compared among ranks. Prints one line
+and exits 1 if any sum differs.
 """
 
 from __future__ import annotations
