@@ -7,12 +7,12 @@
 
 The collectives are functional operators registered with `torch.library` (`Library.define`, a third of the host time of `custom_op`), so
 that torch.compile keeps them in the graph whole. They find their session by a string handle, because Dynamo passes strings and not
-objects; the registry holds it weakly. Which forward pass a gradient belongs to travels through the graph as a 0-dimensional int64
+objects; the registry holds it weakly (an eager graph holds its session, a compiled one only the handle). Which forward pass a gradient belongs to travels through the graph as a 0-dimensional int64
 tensor (token), not as a Python number, which a compiled graph would freeze. No operator's output aliases its input; the identities
 return a view under autograd, which refuses in-place changes of it.
 
-Double backward: the adjoint of each all-reduce is the other function; those of the second order are exact (16 bits, no feedback), and a
-third order raises. A compiled function has no double backward (torch says so).
+Double backward, and higher orders: the adjoint of each function is the other one; all-reduces of the second order and above are exact
+(16 bits, no feedback). A compiled function has no double backward (torch says so).
 
 With virtual ranks a contribution is [P, *shape]: `reduce_from_tp` takes it to [*shape], `copy_to_tp` goes the other way.
 
@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from echoreduce.errors import PassError
 
@@ -199,10 +198,16 @@ def _second_order(grad: Tensor) -> bool:
     return torch.is_grad_enabled() and grad.requires_grad
 
 
+def _hold(ctx: Any, session: str) -> None:
+    if not torch.compiler.is_compiling():
+        ctx.held = find(session)
+
+
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, session: str, key: str, direction: str, stacked: bool) -> Tensor:
         ctx.session, ctx.ranks = session, x.shape[0] if stacked else 0
+        _hold(ctx, session)
         result: Tensor = _ops.reduce(x, session, direction, key, stacked, True, None)
         return result
 
@@ -219,6 +224,7 @@ class _CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, session: str, key: str, ranks: int) -> Tensor:
         ctx.session, ctx.key, ctx.stacked = session, key, ranks > 0
+        _hold(ctx, session)
         ctx.save_for_backward(_ops.enter_region(x, session, key))
         return x.expand(ranks, *x.shape) if ranks else x.view_as(x)
 
@@ -245,6 +251,7 @@ class _ClosePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, session: str) -> Tensor:
         ctx.session = session
+        _hold(ctx, session)
         ctx.save_for_backward(_ops.close_pass(x, session))
         return x.view_as(x)
 
@@ -262,14 +269,14 @@ class _ReduceGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, token: Tensor, session: str, key: str, stacked: bool) -> Tensor:
-        ctx.ranks = grad.shape[0] if stacked else 0
+        ctx.session, ctx.ranks = session, grad.shape[0] if stacked else 0
         result: Tensor = _ops.reduce(grad, session, "backward", key, stacked, True, token)
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.expand(ctx.ranks, *grad.shape) if ctx.ranks else grad, None, None, None, None
+        handed = grad.expand(ctx.ranks, *grad.shape) if ctx.ranks else _CopyExactly.apply(grad, ctx.session)  # type: ignore[no-untyped-call]
+        return handed, None, None, None, None
 
 
 class _CopyExactly(torch.autograd.Function):
@@ -281,6 +288,18 @@ class _CopyExactly(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return find(ctx.session).exact_sum(grad), None
+        return _SumExactly.apply(grad, ctx.session), None  # type: ignore[no-untyped-call]
+
+
+class _SumExactly(torch.autograd.Function):
+    """Exact sum whose adjoint is the identity of `_CopyExactly`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, session: str) -> Tensor:
+        ctx.session = session
+        return find(session).exact_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _CopyExactly.apply(grad, ctx.session), None  # type: ignore[no-untyped-call]
