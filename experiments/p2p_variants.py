@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--algorithms", default="two_shot,one_shot")
     parser.add_argument("--warps", default="2,4")
     parser.add_argument("--registers", default="0", help="bounds of a thread's registers; 0 is the compiler's choice")
+    parser.add_argument("--staged", action="store_true", help="the paper's schedule: a launch a stage and tile, streams and events")
     parser.add_argument("--graph", action="store_true", help="time CUDA graphs at every size")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--out", default="")
@@ -75,7 +76,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     began = time.monotonic()
     rows = []
-    backend = P2PBackend(first_half=1200 << 20)
+    backend = P2PBackend(first_half=1200 << 20, schedule="staged" if options.staged else "persistent")
     for size in options.sizes.split(","):
         nbytes = parse_size(size, "--sizes")
         x = torch.randn(nbytes // 2, device=device, dtype=torch.bfloat16)

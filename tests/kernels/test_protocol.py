@@ -12,6 +12,9 @@ from contributions import contributions
 from echoreduce import reference
 from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
 from echoreduce.feedback.compensator import FeedbackState, correction, update
+from echoreduce.kernels.spec import PLANES, Spec, wire_chunk
+from echoreduce.quant import packing
+from echoreduce.quant.grid import Grid
 from echoreduce.runtime.schedule import Tuning
 
 SMALL = Tuning(warps=1, chunk_values=2048, waves=2, blocks=(2, 2, 1))
@@ -47,6 +50,10 @@ CASES = [
     (3, "one_shot", QuantConfig(rotation="hadamard"), FeedbackConfig("group", state="float8_e4m3"), torch.bfloat16, 1301, {}),
     (3, "two_shot", QuantConfig(bits=6, policy="asymmetric"), NO_FEEDBACK, torch.float16, 5, {}),
     (4, "two_shot", QuantConfig(policy="symmetric"), NO_FEEDBACK, torch.float32, 1, {}),
+    (3, "two_shot", QuantConfig(), FeedbackConfig(state="float8_e4m3"), torch.bfloat16, 12345, {"schedule": "staged"}),
+    (2, "two_shot", QuantConfig(bits=2, group_size=256), NO_FEEDBACK, torch.bfloat16, 1600, {}),
+    (2, "one_shot", QuantConfig(bits=3, policy="symmetric", group_size=16), NO_FEEDBACK, torch.float16, 1600, {}),
+    (2, "two_shot", QuantConfig(bits=7, policy="asymmetric", group_size=32), FeedbackConfig(state="float8_e5m2"), torch.float32, 1600, {}),
     (2, "two_shot", QuantConfig(group_size=16), FeedbackConfig(), torch.bfloat16, 3001, {"largest_half": 1 << 12}),
     (2, "one_shot", QuantConfig(), PAPER, torch.bfloat16, 20001, {"largest_half": 1 << 14}),
 ]
@@ -67,6 +74,48 @@ def test_pass_equals_the_reference(ranks, world_size, algorithm, quant, feedback
             for rank, (_, averages) in enumerate(results):
                 for mine, want in zip(averages[site], state.averages, strict=True):
                     check_average(mine, want.values[rank].reshape(-1), None if want.exponent is None else want.exponent[rank].reshape(-1))
+
+
+def landed(group, quant, numel):
+    """A two-shot call, and what its push left in this rank's workspace: bytes of the landing area of each source."""
+    from echoreduce.kernels.spec import data_offset
+
+    backend = open_backend(group)
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    backend.all_reduce(contributions(world_size, numel, torch.bfloat16)[rank], quant, "two_shot")
+    area = backend._launchers.popitem()[1].plan.pieces[0].area
+    start = data_offset(world_size) + backend._workspace.half  # the first call has epoch 1 and uses half 1
+    areas = backend._workspace.local[start : start + world_size * area].reshape(world_size, area).clone()
+    backend.close()
+    return areas
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_and_qparams_on_the_wire_are_the_reference_s(ranks, bits):
+    """Byte for byte as `quant.packing` lays them out, but for the order of a group's chunks (see `kernels.spec`)."""
+    quant, numel, world_size = QuantConfig(bits=bits), 1280, 2
+    record = reference.trace(contributions(world_size, numel, torch.bfloat16), quant)
+    groups = numel // quant.group_size // world_size
+    for rank, areas in enumerate(ranks.run(landed, world_size, quant, numel)):
+        source = 1 - rank
+        level, grid = record.pushed.level[source, rank], record.pushed.grid
+        mine = Grid(*(getattr(grid, name)[source, rank] for name in ("scale", "inverse", "zero", "offset", "one_sided")))
+        expected = packing.encode(level, mine, quant, torch.bfloat16)
+        split = groups * quant.group_size * bits // 8
+        words = areas[source, :split].view(torch.int32)
+        if bits == 8:
+            natural = words.reshape(groups, 2, 4, 4).permute(0, 3, 2, 1)  # group, half of a chunk, lane, piece
+        else:
+            natural = words.reshape(groups, 4, 4).permute(0, 2, 1)  # group, lane, piece
+        assert torch.equal(natural.reshape(-1).contiguous().view(torch.uint8), expected[:split])
+        assert torch.equal(areas[source, split : split + 4 * groups], expected[split:])
+
+
+def test_planes_and_chunk_order_of_the_kernels_are_those_of_the_wire():
+    assert PLANES == packing.PLANES
+    spec = Spec(2, 0)
+    assert sorted(wire_chunk(spec, chunk) for chunk in range(16)) == list(range(16))
+    assert [wire_chunk(spec, chunk) for chunk in range(5)] == [0, 4, 8, 12, 1]
 
 
 def check_average(mine, values, exponent):

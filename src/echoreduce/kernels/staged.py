@@ -1,7 +1,7 @@
 """The paper's schedule: one launch a stage and tile, ordered by streams and events inside a rank and by flags between ranks.
 
-Slower than `two_shot` wherever both were measured (docs/kernels.md), because every tile pays launches and drains the device; kept as
-the documented alternative, as the slow twin that runs the same stages, and because tests can run one stage of all ranks at a time.
+Every tile pays launches and drains the device (docs/kernels.md); kept as the documented alternative and as the slow twin of `two_shot`,
+which runs the same stages.
 
 Source: the paper, Appendix C (stream and event schedule).
 """

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from echoreduce.config import FeedbackConfig, QuantConfig
-from echoreduce.errors import DTypeError, EchoReduceError, GroupError, PassError
+from echoreduce.errors import ConfigError, DTypeError, EchoReduceError, GroupError, PassError
 from echoreduce.quant.grid import DATA_DTYPES
 from echoreduce.runtime import pipeline
 from echoreduce.runtime.c10d import check_out
@@ -29,6 +30,7 @@ from echoreduce.runtime.failure import failure
 from echoreduce.runtime.pipeline import Launcher, Site
 from echoreduce.runtime.requirements import require_peers
 from echoreduce.runtime.schedule import Tuning
+from echoreduce.runtime.staged import StagedLauncher
 from echoreduce.runtime.state import P2PState
 from echoreduce.runtime.streams import StreamOrder
 from echoreduce.runtime.workspace import Workspace
@@ -55,9 +57,12 @@ class P2PBackend:
         timeout: longest wait of a kernel for a peer; None: 60 s.
         blocking: wait for the device after every call and raise at once; for tests and debugging.
         largest_half: bytes of the largest workspace half.
+        first_half: bytes of a workspace half at the start.
+        schedule: `persistent` (one launch a call) or `staged` (the paper's streams and events, two-shot only; slower).
         tuning: start of every schedule; None: the built-in ones.
     Raises:
         GroupError: torch.distributed is not initialized, or this rank is not in the group.
+        ConfigError: another schedule.
         BackendUnavailable: on every rank, with the reasons of those where peer-to-peer memory cannot be had.
     """
 
@@ -73,6 +78,7 @@ class P2PBackend:
         largest_half: int = LARGEST_HALF,
         first_half: int = FIRST_HALF,
         tuning: Tuning | None = None,
+        schedule: Literal["persistent", "staged"] = "persistent",
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise GroupError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
@@ -86,6 +92,9 @@ class P2PBackend:
         self.blocking = blocking
         self.largest_half = largest_half
         self.tuning = tuning
+        if schedule not in ("persistent", "staged"):
+            raise ConfigError(f"schedule must be 'persistent' or 'staged', got {schedule!r}")
+        self._staged = schedule == "staged"
         self.device, self.limits, self._float8 = require_peers(members, device)
         self._native = self.device.type == "cuda"
         self._update_blocks = 4 * self.limits.multiprocessors if self._native else 1
@@ -186,7 +195,8 @@ class P2PBackend:
             assert workspace is not None, "checked by the caller"
             if made.half > workspace.half:
                 self._grow(workspace, made.half)
-            found = self._launchers[site] = Launcher(made, workspace, self._patience)
+            kind = StagedLauncher if self._staged and algorithm == "two_shot" else Launcher
+            found = self._launchers[site] = kind(made, workspace, self._patience)
         self._last = site
         return found
 

@@ -158,6 +158,14 @@ def settings_text(numel: int, code: int) -> str:
     )
 
 
+def options_of(cut: Schedule) -> dict[str, Any]:
+    """Compiler and launch options of a schedule."""
+    options: dict[str, Any] = {"num_warps": cut.warps, **COMPILE_OPTIONS}
+    if cut.registers:
+        options["maxnreg"] = cut.registers
+    return options
+
+
 class Launcher:
     """Enqueues pieces of one plan. The first launch of a kernel goes through Triton's compiler, later ones straight to the compiled code.
 
@@ -177,7 +185,7 @@ class Launcher:
         """Enqueue piece `index` on the current stream: the persistent kernel."""
         piece = self.plan.pieces[index]
         cut = piece.schedule
-        tail = (*self._shape(piece), piece.digest, self.plan.code, self._patience, cut.steps, cut.pushers)
+        tail = (*self._call(piece), cut.pushers)
         if self.plan.algorithm == "two_shot":
             tail = (*tail, cut.reducers)
         pointers = (x, y, *state), (self._workspace.table, self._workspace.control, self._workspace.record)
@@ -187,11 +195,8 @@ class Launcher:
             front, back = ([tensor.data_ptr() for tensor in group] for group in pointers)
             compiled[(cut.grid, 1, 1)](*front, *self.plan.floats, *back, *tail, piece.spec)
             return
-        options: dict[str, Any] = {"num_warps": cut.warps, **COMPILE_OPTIONS}
-        if cut.registers:
-            options["maxnreg"] = cut.registers
         kernel = self._kernel()
-        self._compiled[key] = kernel[(cut.grid,)](*pointers[0], *self.plan.floats, *pointers[1], *tail, piece.spec, **options)
+        self._compiled[key] = kernel[(cut.grid,)](*pointers[0], *self.plan.floats, *pointers[1], *tail, piece.spec, **options_of(cut))
 
     def launch_update(self, index: int, x: Tensor, state: list[Tensor], blocks: int) -> None:
         """Enqueue the group residual's update for piece `index` on the current stream; the piece must have ended."""
@@ -202,6 +207,9 @@ class Launcher:
         kernel: Any = update_kernel
         one_shot = self.plan.algorithm == "one_shot"
         kernel[(blocks,)](*arguments, one_shot, piece.spec, num_warps=piece.schedule.warps, **COMPILE_OPTIONS)
+
+    def _call(self, piece: Piece) -> tuple[int, ...]:
+        return (*self._shape(piece), piece.digest, self.plan.code, self._patience, piece.schedule.steps)
 
     def _shape(self, piece: Piece) -> tuple[int, ...]:
         return (self.plan.cut.numel, piece.groups, self.plan.pitch, piece.origin, self._workspace.half, piece.area)
