@@ -10,6 +10,7 @@ Leaves out: schedules (`experiments/p2p_variants.py`), simulated machines (`echo
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -73,6 +74,7 @@ def bench(
     iterations: Annotated[int, typer.Option(min=1, help="timed calls")] = 80,
     graph: Annotated[str, typer.Option(help="eager, graph (ten calls in a CUDA graph) or both")] = "both",
     json: Annotated[Path | None, typer.Option("--json", help="write rows and environment here")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw time against size here (needs the extra `plot`)")] = None,
 ) -> None:
     """Time the low-bit all-reduce and its competitors; needs torchrun and one CUDA device a rank."""
     with refused():
@@ -81,6 +83,8 @@ def bench(
         if dtype not in DTYPES or modes is None:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)} and --graph eager, graph or both; got {dtype!r}, {graph!r}")
         configs = [_config(text, group_size) for text in presets.split(",") if text != "none"]
+        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install 'echoreduce[plot]'")
     device = start()
     backend = P2PBackend()
     rows: list[Row] = []
@@ -98,6 +102,8 @@ def bench(
         if json is not None:
             missing = baselines.optional_peers()
             write_json(json, rows=[asdict(row) for row in rows], world_size=dist.get_world_size(), dtype=dtype, missing=missing)
+        if plot is not None:
+            draw(rows, plot)
     dist.destroy_process_group()
 
 
@@ -214,6 +220,30 @@ def _row(size: int, name: str, mode: str, timing: Timing, wire: int, noise: floa
     return Row(size, name, mode, timing.median, timing.fifth, timing.ninetyfifth, algbw, busbw, wire, noise)
 
 
+def draw(rows: list[Row], path: Path) -> None:
+    """Median time against size, one line a contender and mode, both axes logarithmic."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 6), constrained_layout=True)
+    for mode, style in (("eager", "-"), ("graph", "--")):
+        for name in dict.fromkeys(row.name for row in rows):
+            points = [(row.size, row.median) for row in rows if row.name == name and row.mode == mode]
+            if points:
+                axes.plot(*zip(*points), style, marker=".", label=f"{name}, {mode}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes of one rank's tensor")
+    axes.set_ylabel("ms, median of the slowest rank")
+    axes.legend(fontsize=7)
+    axes.grid(visible=True, alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def print_rows(rows: list[Row]) -> None:
     """The table; `over` is the first contender's time of the same size and mode over this one's."""
     table = Table(title="all-reduce, time of the slowest rank", title_justify="left")
@@ -226,4 +256,4 @@ def print_rows(rows: list[Row]) -> None:
         times = [f"{value:.4f}" for value in (row.median, row.fifth, row.ninetyfifth)]
         speed = [f"{row.algbw:.1f}", f"{row.busbw:.1f}", format_bytes(row.wire), "-" if row.sqnr is None else f"{row.sqnr:.1f}"]
         table.add_row(format_bytes(row.size), row.mode, row.name, *times, *speed, f"{first[row.size, row.mode] / row.median:.2f}")
-    console.print(table)
+    (console if console.is_terminal else Console(width=140)).print(table)

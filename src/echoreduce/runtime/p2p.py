@@ -41,6 +41,8 @@ DEFAULT_TIMEOUT = timedelta(seconds=60)
 LARGEST_HALF = 2 << 30
 #: First workspace half: messages of 32 MiB at P = 2 and 4 bits.
 FIRST_HALF = 32 << 20
+#: Shapes and settings whose plans are kept.
+MOST_PLANS = 4096
 #: Polls that stand for a second in the interpreter, which has no clock.
 POLLS_PER_SECOND = 500
 
@@ -189,6 +191,8 @@ class P2PBackend:
         site = Site(x.numel(), x.dtype, quant, algorithm, feedback, state is None or state.fresh)
         found = self._launchers.get(site)
         if found is None:
+            if len(self._launchers) >= MOST_PLANS:
+                self._launchers.clear()
             arguments = (self.world_size, self.rank, self.limits, self.tuning, self.largest_half, self._native, self._float8)
             made = pipeline.plan(site, *arguments)
             workspace = self._workspace
