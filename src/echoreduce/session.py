@@ -116,8 +116,18 @@ class Session:
         self.begin(direction, number=number)
         try:
             yield self
+        except BaseException:
+            if direction == "forward":
+                self.abandon()
+            raise
         finally:
             self.end(direction)
+
+    def abandon(self) -> None:
+        """End a forward pass that broke off: it will have no backward, so nothing is kept for one. Inside a backward: nothing."""
+        if not recomputing():
+            self._passes["forward"].stop()
+            self._forwards.drop(self._begun)
 
     def _start(self, direction: Direction, number: int) -> None:
         current = self._passes[direction]

@@ -103,7 +103,7 @@ class PassHooks:
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook, called always; the output is None after an exception."""
         if output is None:
-            self.session.end()
+            self.session.abandon()
             return None
         return on_first_output(lambda x: close_pass(x, self.session), output)
 
