@@ -7,9 +7,9 @@
 
 The collectives are functional operators registered with `torch.library` (`Library.define`, a third of the host time of `custom_op`), so
 that torch.compile keeps them in the graph whole. They find their session by a string handle, because Dynamo passes strings and not
-objects; the registry holds it weakly (an eager graph holds its session, a compiled one only the handle). Which forward pass a gradient belongs to travels through the graph as a 0-dimensional int64
-tensor (token), not as a Python number, which a compiled graph would freeze. No operator's output aliases its input; the identities
-return a view under autograd, which refuses in-place changes of it.
+objects; the registry holds it weakly (an eager graph holds its session, a compiled one only the handle). Which forward pass a gradient
+belongs to travels through the graph as a 0-dimensional int64 tensor (token), not as a Python number, which a compiled graph would
+freeze. No operator's output aliases its input; the identities return a view under autograd, which refuses in-place changes of it.
 
 Double backward, and higher orders: the adjoint of each function is the other one; all-reduces of the second order and above are exact
 (16 bits, no feedback). A compiled function has no double backward (torch says so).
@@ -77,6 +77,7 @@ def find(handle: str) -> Reducer:
 
 _library = torch.library.Library("echoreduce", "DEF")
 _library.define("reduce(Tensor x, str session, str direction, str key, bool stacked, bool grad, Tensor? token) -> Tensor")
+_library.define("exact_sum(Tensor x, str session) -> Tensor")
 _library.define("enter_region(Tensor x, str session, str key) -> Tensor")
 _library.define("open_pass(Tensor x, str session, bool grad) -> Tensor")
 _library.define("close_pass(Tensor x, str session) -> Tensor")
@@ -86,6 +87,10 @@ _library.define("open_backward(Tensor grad, Tensor token, str session) -> Tensor
 def _reduce(x: Tensor, session: str, direction: str, key: str, stacked: bool, grad: bool, token: Tensor | None) -> Tensor:
     number = None if token is None else int(token)
     return find(session).reduce_site(x, direction, key, grad, number).contiguous()
+
+
+def _exact_sum(x: Tensor, session: str) -> Tensor:
+    return find(session).exact_sum(x).contiguous()
 
 
 def _enter_region(x: Tensor, session: str, key: str) -> Tensor:
@@ -116,6 +121,7 @@ def _fake_reduce(x: Tensor, session: str, direction: str, key: str, stacked: boo
 
 for _name, _function, _fake in (
     ("reduce", _reduce, _fake_reduce),
+    ("exact_sum", _exact_sum, lambda x, *_: x.new_empty(x.shape)),
     ("enter_region", _enter_region, _fake_token),
     ("open_pass", _open_pass, lambda x, *_: torch.empty_like(x)),
     ("close_pass", _close_pass, _fake_token),
@@ -167,6 +173,18 @@ def copy_to_tp(x: Tensor, session: Reducer, key: str = "") -> Tensor:
         copied: Tensor = _CopyToTP.apply(x, session.handle, key, session.world_size if session.stacked else 0)  # type: ignore[no-untyped-call]
         return copied
     return x.expand(session.world_size, *x.shape) if session.stacked else x
+
+
+def sum_gradient(x: Tensor, session: Reducer) -> Tensor:
+    """Identity in the forward pass, exact sum of the gradient in the backward pass (16 bits, no feedback, not a site).
+
+    For small replicated parameters that see only this rank's share of the activations, such as a norm on a rank's own heads.
+    Returns x, under autograd as a view that refuses in-place changes.
+    """
+    if session.world_size > 1 and torch.is_grad_enabled() and x.requires_grad:
+        copied: Tensor = _CopyExactly.apply(x, session.handle)  # type: ignore[no-untyped-call]
+        return copied
+    return x
 
 
 def open_pass(x: Tensor, session: Reducer) -> Tensor:
@@ -285,6 +303,7 @@ class _CopyExactly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, session: str) -> Tensor:
         ctx.session = session
+        _hold(ctx, session)
         return x.view_as(x)
 
     @staticmethod
@@ -298,7 +317,8 @@ class _SumExactly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, session: str) -> Tensor:
         ctx.session = session
-        return find(session).exact_sum(x)
+        result: Tensor = _ops.exact_sum(x, session)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -30,11 +30,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from echoreduce.communicator import BackendName, Communicator
 from echoreduce.config import EchoConfig
-from echoreduce.differentiable import close_pass, copy_to_tp, open_pass, reduce_from_tp
+from echoreduce.differentiable import close_pass, copy_to_tp, open_pass, reduce_from_tp, sum_gradient
 from echoreduce.errors import ConfigError
 from echoreduce.session import Session
 
-__all__ = ["close_pass", "copy_to_tp", "open_pass", "parallel_plan", "reduce_from_tp"]
+__all__ = ["close_pass", "copy_to_tp", "open_pass", "parallel_plan", "reduce_from_tp", "sum_gradient"]
 
 Rule = Literal["colwise", "rowwise", "block", "sum_grad"]
 RULES = ("colwise", "rowwise", "block", "sum_grad")
@@ -77,6 +77,39 @@ class RowLinear(nn.Linear):
         """[*batch, this rank's in_features] -> [*batch, out_features]; a collective call."""
         total = reduce_from_tp(F.linear(x, local(self.weight)), self._echo_session, self._echo_key)
         return total if self.bias is None else total + local(self.bias)
+
+
+class SharedParameters(nn.Module):
+    """Mixed into the class of a module whose replicated parameters see only this rank's share of the activations: sums their gradients."""
+
+    _echo_session: Session
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, with parameters whose gradient is summed over ranks."""
+        own = dict(self._parameters)
+        try:
+            for name, parameter in own.items():
+                if parameter is not None:
+                    self._parameters[name] = sum_gradient(local(parameter), self._echo_session)  # type: ignore[assignment]
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(own)
+
+
+def exchange(module: nn.Module, made: type[nn.Module], session: Session, key: str | None = None) -> None:
+    """Make a module one of the classes above."""
+    module.__class__ = made
+    module._echo_session, module._echo_key = session, key  # type: ignore[assignment]
+
+
+_shared: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def shared(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module with `SharedParameters` mixed in; the same class each time."""
+    if kind not in _shared:
+        _shared[kind] = type(f"Shared{kind.__name__}", (SharedParameters, kind), {})
+    return _shared[kind]
 
 
 class BlockHook:
@@ -167,8 +200,7 @@ class _LinearStyle(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             sharded = distribute_tensor(parameter, device_mesh, [self.placements[name]], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        module.__class__ = self.made
-        module._echo_session, module._echo_key = self.session, self.key  # type: ignore[assignment]
+        exchange(module, self.made, self.session, self.key)
         return module
 
 
@@ -193,15 +225,11 @@ class _PassStyle(ParallelStyle):
 
 
 class _SumGradStyle(ParallelStyle):
-    """Sums the gradient of replicated parameters that see only this rank's share of the activations; exact, not a site."""
-
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                parameter.register_hook(self.session.exact_sum)
+        exchange(module, shared(type(module)), self.session)
         return module
 
 
