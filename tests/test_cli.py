@@ -82,7 +82,8 @@ def test_evaluate_in_real_processes_equals_virtual_ranks(tiny: tuple[Path, Path]
 def test_o11_one_rank_is_the_model_itself(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     model, text = tiny
     out = tmp_path / "r.json"
-    done = runner.invoke(app, ["evaluate", str(model), "--text", str(text), "-P", "1", "--window", "32", "--windows", "1", "--json", str(out)])
+    arguments = ["evaluate", str(model), "--text", str(text), "-P", "1", "--window", "32", "--windows", "1", "--json", str(out)]
+    done = runner.invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert len({row["perplexity"] for row in json.loads(out.read_text())["rows"]}) == 1
 

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from echoreduce import NO_FEEDBACK, PRESETS, EchoConfig, FeedbackConfig, QuantConfig, early_half, edges, preset, uniform
+from echoreduce.config import ONE_SHOT_VALUES
 from echoreduce.errors import ConfigError
 from echoreduce.sites import bits_at
 
@@ -67,7 +68,10 @@ def test_equal_configurations_have_equal_digests_also_after_pickling() -> None:
         assert 0 <= config.digest() < 2**63
 
 
-def test_auto_is_one_shot_at_two_ranks() -> None:
+def test_auto_is_one_shot_at_two_ranks_below_128_mib() -> None:
     assert EchoConfig().algorithm_for(2) == "one_shot"
+    assert EchoConfig().algorithm_for(2, ONE_SHOT_VALUES - 1) == "one_shot"
+    assert EchoConfig().algorithm_for(2, ONE_SHOT_VALUES) == "two_shot"
+    assert EchoConfig(algorithm="one_shot").algorithm_for(2, ONE_SHOT_VALUES) == "one_shot"
     assert EchoConfig().algorithm_for(4) == "two_shot"
     assert EchoConfig(algorithm="two_shot").algorithm_for(2) == "two_shot"

@@ -19,10 +19,11 @@ from torch import Tensor
 from echoreduce.config import EchoConfig, preset
 from echoreduce.errors import ConfigError
 from echoreduce.quant.grid import divide
-from echoreduce.runtime.c10d import C10dBackend, check_out
+from echoreduce.runtime.c10d import check_out
+from echoreduce.runtime.dispatch import AutoBackend, open_backend
 from echoreduce.session import Session
 
-BackendName = Literal["auto", "c10d"]
+BackendName = Literal["auto", "p2p", "c10d"]
 
 
 class Communicator:
@@ -31,12 +32,15 @@ class Communicator:
     Args:
         group: process group; None is the default group.
         config: a preset's name or an `EchoConfig`.
-        backend: `c10d`, or `auto` (the fastest that can run here).
+        backend: `p2p` (kernels over peer memory; one host, CUDA), `c10d` (any group), or `auto`: for groups over NCCL `p2p` with 16-bit
+            values below the crossover, and `c10d` with one warning where some rank cannot; for others `c10d`. Opening `auto` and `p2p` on a
+            group over NCCL is collective.
         timeout: longest wait for peers in one collective; None: the group's own.
         check_headers: compare shape, dtype and settings before each payload; None: the backend's default (on for gloo, off for NCCL).
     Raises:
         GroupError: no process group, or this rank is not a member of it.
         ConfigError: unknown preset or backend.
+        BackendUnavailable: `p2p` was asked for and some rank cannot; the text has every rank's reason.
     """
 
     def __init__(
@@ -48,21 +52,18 @@ class Communicator:
         timeout: timedelta | None = None,
         check_headers: bool | None = None,
     ) -> None:
-        if backend not in ("auto", "c10d"):
-            raise ConfigError(f"backend must be 'auto' or 'c10d', got {backend!r}")
         self.config = preset(config) if isinstance(config, str) else config
-        self.backend = C10dBackend(group, check_headers=check_headers, timeout=timeout)
-        self._reason = "asked for" if backend == "c10d" else "the only backend for this group and device"
+        self.backend, self._reason = open_backend(group, backend, timeout=timeout, check_headers=check_headers)
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return self.backend.rank
+        return int(self.backend.rank)
 
     @property
     def world_size(self) -> int:
         """Ranks of the group, P."""
-        return self.backend.world_size
+        return int(self.backend.world_size)
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", out: Tensor | None = None) -> Tensor:
         """Sum (or average) x over the group in `config.quant.bits` bits, without error feedback. A collective call.
@@ -101,7 +102,9 @@ class Communicator:
         return self.all_reduce(x, out=x)
 
     def _sum(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.backend.all_reduce(x, self.config.quant, self.config.algorithm_for(self.world_size), None, out)
+        algorithm = self.config.algorithm_for(self.world_size, x.numel())
+        result: Tensor = self.backend.all_reduce(x, self.config.quant, algorithm, None, out)
+        return result
 
     def session(self, sites: int | None = None) -> Session:
         """A session with error feedback on this group.
@@ -111,13 +114,16 @@ class Communicator:
         """
         return Session(self.backend, self.config, sites)
 
-    def explain(self) -> str:
-        """Which backend and algorithm serve this group, and why."""
-        algorithm = self.config.algorithm_for(self.world_size)
-        return f"backend {self.backend.name} ({self._reason}); {algorithm} on {self.world_size} ranks; {self.config.quant}"
+    def explain(self, x: Tensor | None = None) -> str:
+        """Which backend and algorithm serve this group, and why; with a tensor, also which path a message like it takes."""
+        algorithm = self.config.algorithm_for(self.world_size, None if x is None else x.numel())
+        path = ""
+        if x is not None and isinstance(self.backend, AutoBackend):
+            path = f"; {self.backend.explain(x.numel() * x.element_size(), x.dtype, self.config.quant.bits)}"
+        return f"backend {self.backend.name} ({self._reason}){path}; {algorithm} on {self.world_size} ranks; {self.config.quant}"
 
     def close(self) -> None:
-        """Refuse further calls; the process group stays."""
+        """Give back what the backend holds and refuse further calls; the process group stays. Collective for `p2p` and `auto`."""
         self.backend.close()
 
     def __enter__(self) -> Communicator:

@@ -28,6 +28,10 @@ Rescale = Literal["none", "backward"]
 #: 2, 4 and 8 are for worked examples and tests; the kernels take 16 and more.
 GROUP_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
+#: `algorithm="auto"` takes one-shot at P = 2 for messages of fewer values (128 MiB in 16 bits). One-shot has half the error there and
+#: sends the same bytes; above, its sum over all values instead of half of them costs a tenth of the time (docs/kernels.md).
+ONE_SHOT_VALUES = 1 << 26
+
 
 def _one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
     if value not in accepted:
@@ -148,7 +152,7 @@ class EchoConfig:
         quant: the quantizer.
         feedback: the compensator; `NO_FEEDBACK` switches it off.
         algorithm: `two_shot` (reduce-scatter and all-gather, at most two roundings a value), `one_shot` (every rank sums the same
-            P codes: one rounding a contribution), or `auto` (one-shot at P = 2, where its bytes equal two-shot's, else two-shot).
+            P codes: one rounding a contribution), or `auto` (one-shot at P = 2 below `ONE_SHOT_VALUES`, else two-shot).
         sites: site policy, see `sites`.
         rescale: `backward` multiplies gradients by a shared power of two around the collective (the paper, Section 5.4);
             needed with fp16 qparams only.
@@ -166,10 +170,10 @@ class EchoConfig:
         if not callable(self.sites):
             object.__setattr__(self, "sites", tuple(self.sites))
 
-    def algorithm_for(self, world_size: int) -> Literal["two_shot", "one_shot"]:
-        """The algorithm that runs on `world_size` ranks."""
+    def algorithm_for(self, world_size: int, numel: int | None = None) -> Literal["two_shot", "one_shot"]:
+        """The algorithm that runs on `world_size` ranks for messages of `numel` values (None: of common size)."""
         if self.algorithm == "auto":
-            return "one_shot" if world_size == 2 else "two_shot"
+            return "one_shot" if world_size == 2 and (numel is None or numel < ONE_SHOT_VALUES) else "two_shot"
         return self.algorithm
 
     def digest(self) -> int:

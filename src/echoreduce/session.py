@@ -270,7 +270,8 @@ class Session:
             current.lock.release()
 
     def _call(self, x: Tensor, quant: QuantConfig, state: State | None, recording: Recording | None, rescale: bool) -> Tensor:
-        algorithm = self.config.algorithm_for(self.world_size)
+        numel = x.numel() // self.world_size if self.backend.name == "virtual" else x.numel()
+        algorithm = self.config.algorithm_for(self.world_size, numel)
         if recording is None and not rescale:
             return self.backend.all_reduce(x, quant, algorithm, state)
         if supports_training(self.backend):

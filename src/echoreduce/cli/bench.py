@@ -152,7 +152,7 @@ def _contenders(
         found.append((peer.name, peer.call, 2 * (world_size - 1) * x.numel() * x.element_size() // world_size, noise))
     for name, config in configs:
         for algorithm in algorithms:
-            chosen = config.algorithm_for(world_size) if algorithm == "preset" else algorithm
+            chosen = config.algorithm_for(world_size, x.numel()) if algorithm == "preset" else algorithm
             call, y = _ours(x, backend, config, chosen)
             call()
             backend.synchronize()

@@ -161,7 +161,7 @@ def bits_per_value(config: EchoConfig | None, world_size: int, numel: int, sites
     """
     if config is None or world_size == 1:
         return 16.0
-    algorithm = config.algorithm_for(world_size)
+    algorithm = config.algorithm_for(world_size, numel)
     sent = 0
     for site in range(sites):
         quant = config.quant.with_bits(bits_at(config.sites, site, sites, config.quant.bits))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -158,10 +159,12 @@ def open_backend(
     *,
     device: torch.device | str | None = None,
     timeout: timedelta | None = None,
+    check_headers: bool | None = None,
 ) -> tuple[Any, str]:
-    """The backend that serves a group, and the reason for it. Collective.
+    """The backend that serves a group, and the reason for it. Collective, but for `c10d` and for `auto` on a group without NCCL.
 
     Args:
+        check_headers: of `c10d`, see there.
         name: `p2p` (or an error), `c10d`, or `auto`: peer-to-peer kernels where every rank can have them, else c10d with one warning.
     Raises:
         ConfigError: another name. BackendUnavailable: `p2p` was asked for and cannot be had.
@@ -169,12 +172,20 @@ def open_backend(
     if name not in BACKENDS:
         raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
     if name == "c10d":
-        return C10dBackend(group, timeout=timeout), "asked for"
+        return C10dBackend(group, timeout=timeout, check_headers=check_headers), "asked for"
     if name == "p2p":
         return P2PBackend(group, device=device, timeout=timeout), "asked for"
+    fallback = partial(C10dBackend, group, timeout=timeout, check_headers=check_headers)
+    if device is None and not _over_nccl(group):
+        return fallback(), "the group is not over NCCL, so its tensors are not on CUDA"
     try:
         return AutoBackend(P2PBackend(group, device=device, timeout=timeout)), "every rank can write to every peer"
     except BackendUnavailable as error:
         if torch.cuda.is_available():
             warnings.warn(f"c10d is used instead of peer-to-peer kernels: {error}", EchoReduceWarning, stacklevel=2)
-        return C10dBackend(group, timeout=timeout), str(error)
+        return fallback(), str(error)
+
+
+def _over_nccl(group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank is a member of a group with NCCL for CUDA tensors; the backends say what is wrong where it is not."""
+    return dist.is_initialized() and dist.get_rank(group) >= 0 and "nccl" in dist.get_backend(group)
