@@ -8,7 +8,10 @@ Each forward of the base model is one pass; a decode step of `generate` is a pas
 The class of each module is exchanged and nothing else, so parameters, state_dict and hooks stay as they are, `copy.deepcopy` gives a
 model with fresh feedback state, and `detach` restores the model exactly.
 
-Leaves out: sharding the weights (each process holds the whole model), training through activation checkpoints.
+Sharded weights, and training with all-reduces in both directions, are `distributed_config` and `enable` (`transformers_tp`).
+
+Leaves out: sharding the weights (each process holds the whole model) and the all-reduces of the backward pass (each process has the
+whole gradient); activation checkpoints work.
 Gemma 2 and 3 norm the sum before it joins the residual stream: the mechanism runs, the paper's guarantee does not cover it.
 Source: docs/design.md, Section 7; Shoeybi et al., 2019 (row-parallel linears).
 """
@@ -21,18 +24,23 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echoreduce.communicator import Communicator
 from echoreduce.config import EchoConfig, preset
 from echoreduce.errors import ConfigError
+from echoreduce.integrations.tensor_parallel import PassHooks, exchange
+from echoreduce.integrations.transformers_tp import distributed_config, enable
 from echoreduce.runtime.backend import Backend
-from echoreduce.runtime.c10d import C10dBackend
 from echoreduce.session import Session
 from echoreduce.virtual import VirtualBackend, partial_product, partial_products
+
+__all__ = ["Attachment", "SiteLinear", "attach", "distributed_config", "enable", "row_parallel_linears"]
 
 
 class SiteLinear(nn.Linear):
     """A row-parallel linear whose partial products are summed by a session; made by `attach` only, by exchange of the class."""
 
     _echo_session: Session
+    _echo_key: str
 
     def forward(self, x: Tensor) -> Tensor:
         """x [*batch, in_features] -> [*batch, out_features]; a collective call in a real group."""
@@ -41,23 +49,8 @@ class SiteLinear(nn.Linear):
             contribution = partial_products(x, self.weight, backend.world_size)
         else:
             contribution = partial_product(x, self.weight, backend.world_size, backend.rank)
-        total = self._echo_session.reduce(contribution)
+        total = self._echo_session.reduce(contribution, key=self._echo_key)
         return total if self.bias is None else total + self.bias
-
-
-class PassHooks:
-    """Opens a pass when the base model is entered and closes it when it is left, also by an exception."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the base model."""
-        self.session.begin()
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the base model, called always."""
-        self.session.end()
 
 
 class Attachment:
@@ -80,7 +73,7 @@ class Attachment:
         self._handles = []
         for module in self.model.modules():
             if isinstance(module, SiteLinear) and module._echo_session is self.session:
-                del module._echo_session
+                del module._echo_session, module._echo_key
                 module.__class__ = nn.Linear  # type: ignore[assignment]
 
     def __enter__(self) -> Attachment:
@@ -116,15 +109,11 @@ def attach(
         raise ConfigError("give one of world_size (virtual ranks), group (real ranks) or backend")
     modules = row_parallel_linears(model)
     if backend is None:
-        backend = VirtualBackend(world_size) if world_size is not None else C10dBackend(group)
+        backend = VirtualBackend(world_size) if world_size is not None else Communicator(group).backend
     session = Session(backend, preset(config) if isinstance(config, str) else config, sites=len(modules))
-    for module in modules.values():
-        module.__class__ = SiteLinear
-        module._echo_session = session
-    hooks = PassHooks(session)
-    base = getattr(model, "base_model", model)
-    handles = [base.register_forward_pre_hook(hooks.enter), base.register_forward_hook(hooks.leave, always_call=True)]
-    return Attachment(model, session, handles)
+    for name, module in modules.items():
+        exchange(module, SiteLinear, session, name)
+    return Attachment(model, session, PassHooks(session).install(getattr(model, "base_model", model)))
 
 
 def row_parallel_linears(model: nn.Module) -> dict[str, Any]:
