@@ -40,6 +40,7 @@ from echoreduce.quant import packing
 from echoreduce.quant.grid import DATA_DTYPES, divide, qparams_dtype
 from echoreduce.recording import Recording
 from echoreduce.runtime.header import WORDS, Header, compare, settings_text
+from echoreduce.runtime.membership import member_of
 
 #: Seconds that survivors of a failed call wait for each other before they name who is missing.
 ROLL_CALL_SECONDS = 3.0
@@ -100,12 +101,7 @@ class C10dBackend:
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, check_headers: bool | None = None, timeout: timedelta | None = None
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise GroupError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
-        members = dist.group.WORLD if group is None else group
-        if members is None or dist.get_rank(members) < 0:
-            raise GroupError(f"global rank {dist.get_rank()} is not a member of the group that it was given")
-        self.group: dist.ProcessGroup = members
+        self.group = member_of(group)
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.check_headers = dist.get_backend(self.group) == "gloo" if check_headers is None else check_headers

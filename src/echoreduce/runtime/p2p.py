@@ -27,6 +27,7 @@ from echoreduce.quant.grid import DATA_DTYPES
 from echoreduce.runtime import pipeline
 from echoreduce.runtime.c10d import check_out
 from echoreduce.runtime.failure import failure
+from echoreduce.runtime.membership import member_of
 from echoreduce.runtime.pipeline import Launcher, Site
 from echoreduce.runtime.requirements import require_peers
 from echoreduce.runtime.schedule import Tuning
@@ -82,14 +83,9 @@ class P2PBackend:
         tuning: Tuning | None = None,
         schedule: Literal["persistent", "staged"] = "persistent",
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise GroupError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
-        members = dist.group.WORLD if group is None else group
-        if members is None or dist.get_rank(members) < 0:
-            raise GroupError(f"global rank {dist.get_rank()} is not a member of the group that it was given")
-        self.group: dist.ProcessGroup = members
-        self.rank = dist.get_rank(members)
-        self.world_size = dist.get_world_size(members)
+        self.group = member_of(group)
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
         self.timeout = timeout or DEFAULT_TIMEOUT
         self.blocking = blocking
         self.largest_half = largest_half
@@ -97,7 +93,7 @@ class P2PBackend:
         if schedule not in ("persistent", "staged"):
             raise ConfigError(f"schedule must be 'persistent' or 'staged', got {schedule!r}")
         self._staged = schedule == "staged"
-        self.device, self.limits, self._float8 = require_peers(members, device)
+        self.device, self.limits, self._float8 = require_peers(self.group, device)
         self._native = self.device.type == "cuda"
         self._update_blocks = 4 * self.limits.multiprocessors if self._native else 1
         unit = 10**9 if self._native else POLLS_PER_SECOND
@@ -109,7 +105,7 @@ class P2PBackend:
         self._failed: EchoReduceError | None = None
         self._workspace: Workspace | None = None
         if self.world_size > 1:
-            self._workspace = Workspace(members, self.device, min(first_half, largest_half))
+            self._workspace = Workspace(self.group, self.device, min(first_half, largest_half))
 
     def new_state(self, feedback: FeedbackConfig) -> P2PState:
         """Empty feedback state of this rank."""
