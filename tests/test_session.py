@@ -175,6 +175,18 @@ def test_forward_and_backward_keep_separate_state() -> None:
         assert torch.equal(mixed, forward.reduce(x))
 
 
+def test_a_forward_begins_while_a_backward_is_open() -> None:
+    alone = session()
+    alone.begin("backward")
+    expected = [alone.reduce(contributions(P, 500, seed=seed), "backward") for seed in range(3)]
+    both = session()
+    both.begin("backward")
+    for seed in range(3):
+        assert torch.equal(both.reduce(contributions(P, 500, seed=seed), "backward"), expected[seed])
+        both.begin()
+        both.reduce(contributions(P, 700, seed=seed))
+
+
 def test_two_sessions_share_a_backend() -> None:
     backend = VirtualBackend(P)
     one, two = Session(backend, preset("default"), SITES), Session(backend, preset("paper"), SITES)

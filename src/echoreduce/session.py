@@ -145,8 +145,8 @@ class Session:
         """Begin a forward pass; `grad`: whether it may get a backward."""
         if recomputing():
             return
-        if self._end.watched or self._passes["backward"].open:
-            self._finish_backward()
+        if self._end.watched and not self._end.running:
+            self._finish_backward()  # what a backward that failed left
         self._start("forward", self._begun + 1)
         self._begun += 1
         if grad or self.record:
