@@ -235,6 +235,20 @@ def test_a_failed_backward_leaves_nothing_behind() -> None:
         assert torch.equal(w.grad, expected[1])
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_backward_is_tried_again_after_it_failed_at_its_end(marked: bool) -> None:
+    x, w = batch(), weights()
+    expected = grads(forward(x, w, session()), x, w)
+    used = session()
+    y = forward(x, w, used, marked=marked)
+    handle = x.register_hook(lambda _: (_ for _ in ()).throw(MemoryError("as if out of memory")))
+    with pytest.raises(MemoryError):
+        torch.autograd.grad(y.square().sum(), (x, w), retain_graph=True)
+    assert used._passes["backward"].site == SITES
+    handle.remove()
+    assert all(torch.equal(a, b) for a, b in zip(grads(y, x, w), expected))
+
+
 def test_a_second_backward_of_one_forward() -> None:
     x, w = batch(), weights()
     used = session()

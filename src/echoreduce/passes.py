@@ -32,7 +32,6 @@ class PassState:
         site: its next site.
         numel: message size that the state belongs to; -1 before the first site.
         number: of the forward pass that this is, or whose backward this is; 0: none.
-        seen: keys of the backward sites that are behind; a key that comes again starts another backward.
         lock: held inside an all-reduce.
     """
 
@@ -41,7 +40,6 @@ class PassState:
     site: int = 0
     numel: int = -1
     number: int = 0
-    seen: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, number: int) -> None:
@@ -49,7 +47,6 @@ class PassState:
         if self.state is not None:
             self.state.reset()
         self.open, self.site, self.numel, self.number = True, 0, -1, number
-        self.seen.clear()
 
     def stop(self) -> None:
         """Close the pass and drop its state."""

@@ -258,7 +258,7 @@ class Session:
         if direction == "forward" and recomputing():
             return self._replay(x, key)
         if number is not None:
-            self._follow(number, key)
+            self._follow(number)
         current = self._passes[direction]
         self._take(current, direction)
         try:
@@ -286,13 +286,12 @@ class Session:
             recording.keep_output(total)
         return total
 
-    def _follow(self, number: int, key: str) -> None:
+    def _follow(self, number: int) -> None:
         """A gradient of forward pass `number` has come: open its backward unless it is the one that is open."""
         self._watch_backward()
         current = self._passes["backward"]
-        if not current.open or current.number != number or (key and key in current.seen):
+        if not current.open or current.number != number:
             self._start("backward", number)
-        current.seen.add(key)
 
     def _next_site(self, current: PassState, x: Tensor, direction: str) -> int:
         if not current.open:
