@@ -41,9 +41,8 @@ def main() -> None:
         for segment in range(4):
             if segment != rank:
                 codes = (record.pushed.codes()[rank, segment, 0].int() - 7).tolist()
-                print(
-                    f"  rank {rank} -> owner {segment}   codes {codes[0]:2d} {codes[1]:2d}   scale {record.pushed.grid.scale[rank, segment, 0]:.8f}"
-                )
+                scale = record.pushed.grid.scale[rank, segment, 0]
+                print(f"  rank {rank} -> owner {segment}   codes {codes[0]:2d} {codes[1]:2d}   scale {scale:.8f}")
     print("reduce: what each owner adds, in rank order, its own segment in full precision")
     for segment in range(4):
         copies = " + ".join(f"({row(record.received[rank, segment, 0]).strip()})" for rank in range(4))

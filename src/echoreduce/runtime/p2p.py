@@ -111,9 +111,7 @@ class P2PBackend:
         """Empty feedback state of this rank."""
         return P2PState(feedback)
 
-    def all_reduce(
-        self, x: Tensor, quant: QuantConfig, algorithm: str, state: P2PState | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def all_reduce(self, x: Tensor, quant: QuantConfig, algorithm: str, state: P2PState | None = None, out: Tensor | None = None) -> Tensor:
         """See `Backend.all_reduce`.
 
         Raises:
@@ -244,5 +242,3 @@ class P2PBackend:
 def _copy(out: Tensor, result: Tensor) -> Tensor:
     with torch.no_grad():
         return out.copy_(result)
-
-
