@@ -16,7 +16,7 @@ from echoreduce.errors import ConfigError, PassError
 from echoreduce.session import Session
 from echoreduce.virtual import VirtualBackend
 
-P, SITES, WIDTH = 2, 3, 32
+P, SITES, WIDTH = 2, 5, 32  # `default` sends 8, 8, 4, 8, 8 bits
 
 
 def session(name: str = "default", sites: int = SITES) -> Session:
@@ -96,7 +96,8 @@ def test_higher_orders_are_those_of_one_process() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_o30_compiled_in_one_graph_with_dynamic_batch(backend: str) -> None:
     torch._dynamo.reset()
-    used, w = session("default" if backend == "aot_eager" else "exact"), weights()
+    config = EchoConfig(QuantConfig(bits=4 if backend == "aot_eager" else 16, group_size=16))
+    used, w = Session(VirtualBackend(P), config, 3), weights(3)
     same = torch.equal if backend == "aot_eager" else close  # inductor rounds products and tanh its own way
     compiled = torch.compile(lambda x: forward(x, w, used), fullgraph=True, dynamic=True, backend=backend)
     for rows in (2, 5, 9):
@@ -107,7 +108,7 @@ def test_o30_compiled_in_one_graph_with_dynamic_batch(backend: str) -> None:
         y = compiled(x)
         assert same(y, eager)
         assert all(same(a, b) for a, b in zip(grads(y, x, w), expected))
-        assert used._passes["backward"].site == SITES
+        assert used._passes["backward"].site == 3
         assert torch.equal(x, before)
         assert y.data_ptr() != x.data_ptr()
         with torch.no_grad():
@@ -115,12 +116,27 @@ def test_o30_compiled_in_one_graph_with_dynamic_batch(backend: str) -> None:
     assert used.recorded_bytes == 0
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_compiled_passes_in_flight(backend: str) -> None:
+    """The number of a pass must leave the forward graph; a number that is looked up in the backward would name the last pass."""
+    torch._dynamo.reset()
+    used, w = session("exact"), weights(2)
+    compiled = torch.compile(lambda x: forward(x, w, used), fullgraph=True, dynamic=True, backend=backend)
+    xs = [batch(seed=1), batch(rows=5, seed=2)]
+    ys = [compiled(x) for x in xs]
+    for index, (x, y) in enumerate(zip(xs, ys)):
+        numbers = []
+        x.register_hook(lambda _: numbers.append(used._passes["backward"].number))
+        assert close(grads(y, x)[0], grads(dense(x, w), x)[0])
+        assert numbers[0] == index + 1
+
+
 def test_operators_pass_the_checks_of_torch_library() -> None:
     used = session()
     x = batch().detach()
     for operator, arguments in (
         (torch.ops.echoreduce.open_pass, (x, used.handle, False)),
-        (torch.ops.echoreduce.reduce, (x.expand(P, *x.shape), used.handle, "forward", "", True, False, None)),
+        (torch.ops.echoreduce.reduce, (x.expand(P, *x.shape), used.handle, "forward", "", True, False, True, None)),
         (torch.ops.echoreduce.close_pass, (x, used.handle)),
     ):
         used.begin()
@@ -175,8 +191,8 @@ def test_recordings_are_freed_with_the_backward_and_not_made_for_nothing() -> No
     x, w = batch(), weights()
     used = session()
     y = forward(x, w, used, False)
-    values, copies = SITES * x.numel(), P  # one-shot keeps P codes a value
-    assert used.recorded_bytes == copies * values * (1 + 4 / 16), "8 bits and 4 bytes of qparams in groups of 16"
+    code_bytes = 4 * 1.0 + 0.5  # four sites at 8 bits, one at 4; and 4 bytes of qparams in groups of 16
+    assert used.recorded_bytes == P * x.numel() * (code_bytes + SITES * 4 / 16), "one-shot keeps P codes a value"
     y.sum().backward()
     assert used.recorded_bytes == 0
     forward(x, w, used)
@@ -287,7 +303,7 @@ def test_passes_without_a_backward_are_bounded() -> None:
 
 
 def test_frozen_layers_count_the_sites_that_are_left() -> None:
-    """With the first block frozen the backward has two sites, and its last one gets the bits of an edge."""
+    """The input of block 1 needs no gradient, so the backward has three sites, and the last of them gets the bits of an edge."""
     config = EchoConfig(quant=QuantConfig(group_size=16), sites=edges(first=0, last=1, bits=8))
     used = Session(VirtualBackend(P), config, SITES)
     bits = []
@@ -295,12 +311,24 @@ def test_frozen_layers_count_the_sites_that_are_left() -> None:
     used.backend.all_reduce = lambda x, quant, *rest, **named: bits.append(quant.bits) or inner(x, quant, *rest, **named)
     w = weights()
     x = batch().detach()
-    frozen = [w[0].detach(), w[1], w[2]]
+    frozen = [w[0].detach(), *w[1:]]
     x = open_pass(x, used)
     for site, weight in enumerate(frozen):
         x = block(x, weight, used, f"block {site}")
     close_pass(x, used).square().sum().backward()
-    assert bits == [4, 4, 8, 8], "three forward sites; the input of block 1 needs no gradient, so one backward site, an edge"
+    assert bits == [4, 4, 4, 4, 8, 4, 4, 8]
+
+
+def test_a_reentrant_checkpoint_hides_gradients_so_the_sites_are_those_that_were_said() -> None:
+    x, w = batch(), weights()
+    expected = grads(forward(x, w, session()), x)[0]
+    used = session()
+    y = open_pass(x, used)
+    for site in range(SITES):
+        arguments = (y, w[site], used, f"block {site}")
+        y = checkpoint(block, *arguments, use_reentrant=True) if site < 2 else block(*arguments)
+    close_pass(y, used).square().sum().backward()
+    assert torch.equal(x.grad, expected)
 
 
 def test_the_paper_preset_needs_a_backend_that_rescales() -> None:

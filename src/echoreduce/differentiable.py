@@ -42,7 +42,7 @@ class Reducer(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def reduce_site(self, x: Tensor, direction: str, key: str, grad: bool, number: int | None) -> Tensor: ...
+    def reduce_site(self, x: Tensor, direction: str, key: str, grad: bool, counted: bool, number: int | None) -> Tensor: ...
     def enter_region(self, key: str) -> int: ...
     def open_forward(self, grad: bool) -> None: ...
     def close_forward(self) -> int: ...
@@ -76,17 +76,17 @@ def find(handle: str) -> Reducer:
 # --- operators ----------------------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("echoreduce", "DEF")
-_library.define("reduce(Tensor x, str session, str direction, str key, bool stacked, bool grad, Tensor? token) -> Tensor")
+_library.define("reduce(Tensor x, str session, str direction, str key, bool stacked, bool grad, bool counted, Tensor? token) -> Tensor")
 _library.define("exact_sum(Tensor x, str session) -> Tensor")
 _library.define("enter_region(Tensor x, str session, str key) -> Tensor")
 _library.define("open_pass(Tensor x, str session, bool grad) -> Tensor")
-_library.define("close_pass(Tensor x, str session) -> Tensor")
+_library.define("close_pass(Tensor x, str session) -> (Tensor, Tensor)")
 _library.define("open_backward(Tensor grad, Tensor token, str session) -> Tensor")
 
 
-def _reduce(x: Tensor, session: str, direction: str, key: str, stacked: bool, grad: bool, token: Tensor | None) -> Tensor:
+def _reduce(x: Tensor, session: str, direction: str, key: str, stacked: bool, grad: bool, counted: bool, token: Tensor | None) -> Tensor:
     number = None if token is None else int(token)
-    return find(session).reduce_site(x, direction, key, grad, number).contiguous()
+    return find(session).reduce_site(x, direction, key, grad, counted, number).contiguous()
 
 
 def _exact_sum(x: Tensor, session: str) -> Tensor:
@@ -102,8 +102,8 @@ def _open_pass(x: Tensor, session: str, grad: bool) -> Tensor:
     return x.clone()
 
 
-def _close_pass(x: Tensor, session: str) -> Tensor:
-    return torch.tensor(find(session).close_forward())
+def _close_pass(x: Tensor, session: str) -> tuple[Tensor, Tensor]:
+    return x.clone(), torch.tensor(find(session).close_forward())
 
 
 def _open_backward(grad: Tensor, token: Tensor, session: str) -> Tensor:
@@ -115,7 +115,7 @@ def _fake_token(x: Tensor, *_: object) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _fake_reduce(x: Tensor, session: str, direction: str, key: str, stacked: bool, grad: bool, token: Tensor | None) -> Tensor:
+def _fake_reduce(x: Tensor, session: str, direction: str, key: str, stacked: bool, *_: object) -> Tensor:
     return x.new_empty(x.shape[1:] if stacked else x.shape)
 
 
@@ -124,7 +124,7 @@ for _name, _function, _fake in (
     ("exact_sum", _exact_sum, lambda x, *_: x.new_empty(x.shape)),
     ("enter_region", _enter_region, _fake_token),
     ("open_pass", _open_pass, lambda x, *_: torch.empty_like(x)),
-    ("close_pass", _close_pass, _fake_token),
+    ("close_pass", _close_pass, lambda x, *_: (torch.empty_like(x), _fake_token(x))),
     ("open_backward", _open_backward, lambda grad, *_: torch.empty_like(grad)),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
@@ -152,7 +152,7 @@ def reduce_from_tp(x: Tensor, session: Reducer, key: str = "", direction: str = 
     if torch.is_grad_enabled() and x.requires_grad:
         reduced: Tensor = _ReduceFromTP.apply(x, session.handle, key, direction, session.stacked)  # type: ignore[no-untyped-call]
         return reduced
-    result: Tensor = _ops.reduce(x, session.handle, direction, key, session.stacked, torch.is_grad_enabled(), None)
+    result: Tensor = _ops.reduce(x, session.handle, direction, key, session.stacked, torch.is_grad_enabled(), _counted(), None)
     return result
 
 
@@ -199,14 +199,13 @@ def open_pass(x: Tensor, session: Reducer) -> Tensor:
 def close_pass(x: Tensor, session: Reducer) -> Tensor:
     """End the forward pass when x is there, and begin its backward when the gradient of x is; put it on the model's output.
 
-    Returns:
-        x, under autograd as a view that refuses in-place changes.
+    Returns a copy of x: an operator with two outputs, so that no partitioner can move the pass's number out of the forward graph.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         closed: Tensor = _ClosePass.apply(x, session.handle)  # type: ignore[no-untyped-call]
         return closed
-    _ops.close_pass(x, session.handle)
-    return x
+    result: Tensor = _ops.close_pass(x, session.handle)[0]
+    return result
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------------------
@@ -214,6 +213,11 @@ def close_pass(x: Tensor, session: Reducer) -> Tensor:
 
 def _second_order(grad: Tensor) -> bool:
     return torch.is_grad_enabled() and grad.requires_grad
+
+
+def _counted() -> bool:
+    """Whether the regions around this site announce their gradients: compiled ones do not."""
+    return not torch.compiler.is_compiling()
 
 
 def _hold(ctx: Any, session: str) -> None:
@@ -226,7 +230,7 @@ class _ReduceFromTP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, session: str, key: str, direction: str, stacked: bool) -> Tensor:
         ctx.session, ctx.ranks = session, x.shape[0] if stacked else 0
         _hold(ctx, session)
-        result: Tensor = _ops.reduce(x, session, direction, key, stacked, True, None)
+        result: Tensor = _ops.reduce(x, session, direction, key, stacked, True, _counted(), None)
         return result
 
     @staticmethod
@@ -243,15 +247,17 @@ class _CopyToTP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, session: str, key: str, ranks: int) -> Tensor:
         ctx.session, ctx.key, ctx.stacked = session, key, ranks > 0
         _hold(ctx, session)
-        ctx.save_for_backward(_ops.enter_region(x, session, key))
+        # The partitioner of a compiled graph moves what only the backward reads into the backward: there the mark on the output tells.
+        ctx.save_for_backward(*([] if torch.compiler.is_compiling() else [_ops.enter_region(x, session, key)]))
         return x.expand(ranks, *x.shape) if ranks else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (token,) = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint allows no second unpacking
+        token = saved[0] if saved else None
         if _second_order(grad):
             return _ReduceGradient.apply(grad, token, ctx.session, ctx.key, ctx.stacked), None, None, None  # type: ignore[no-untyped-call]
-        return _ops.reduce(grad, ctx.session, "backward", ctx.key, ctx.stacked, True, token), None, None, None
+        return _ops.reduce(grad, ctx.session, "backward", ctx.key, ctx.stacked, True, True, token), None, None, None
 
 
 class _OpenPass(torch.autograd.Function):
@@ -270,8 +276,10 @@ class _ClosePass(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, session: str) -> Tensor:
         ctx.session = session
         _hold(ctx, session)
-        ctx.save_for_backward(_ops.close_pass(x, session))
-        return x.view_as(x)
+        closed, token = _ops.close_pass(x, session)
+        ctx.save_for_backward(token)
+        result: Tensor = closed
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -286,9 +294,9 @@ class _ReduceGradient(torch.autograd.Function):
     """The backward all-reduce itself, differentiable: its adjoint hands the cotangent, alike on all ranks, to every rank."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, token: Tensor, session: str, key: str, stacked: bool) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, token: Tensor | None, session: str, key: str, stacked: bool) -> Tensor:
         ctx.session, ctx.ranks = session, grad.shape[0] if stacked else 0
-        result: Tensor = _ops.reduce(grad, session, "backward", key, stacked, True, token)
+        result: Tensor = _ops.reduce(grad, session, "backward", key, stacked, True, True, token)
         return result
 
     @staticmethod

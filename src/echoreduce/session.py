@@ -248,12 +248,13 @@ class Session:
         """
         return differentiable.reduce_from_tp(x, self, key, direction)
 
-    def reduce_site(self, x: Tensor, direction: str, key: str, grad: bool, number: int | None) -> Tensor:
+    def reduce_site(self, x: Tensor, direction: str, key: str, grad: bool, counted: bool, number: int | None) -> Tensor:
         """What the operator behind `reduce` does, without autograd.
 
         Args:
             grad: whether grad was enabled where the site was called.
-            number: of the forward pass whose gradient this is; None: the caller opened the pass.
+            counted: whether the regions around the site announce their gradients (`enter_region`); compiled ones do not.
+            number: of the forward pass whose gradient this is; None: of the backward that is open.
         """
         if direction == "forward" and recomputing():
             return self._replay(x, key)
@@ -264,7 +265,7 @@ class Session:
         try:
             site = self._next_site(current, x, direction)
             quant = self.config.quant.with_bits(bits_at(self.config.sites, site, self._sites(direction), self.config.quant.bits))
-            recording = self._recording(key or f"site {site}", grad) if direction == "forward" else None
+            recording = self._recording(key or f"site {site}", grad, counted) if direction == "forward" else None
             return self._call(x, quant, current.state, recording, direction == "backward" and self.config.rescale == "backward")
         finally:
             current.lock.release()
@@ -312,11 +313,11 @@ class Session:
 
     # --- recomputation ----------------------------------------------------------------------------------------------------------
 
-    def _recording(self, key: str, grad: bool) -> Recording | None:
+    def _recording(self, key: str, grad: bool, counted: bool) -> Recording | None:
         left = self._forwards.get(self._begun)
         if left is None:
             return None
-        left.counted = left.counted and grad
+        left.counted = left.counted and grad and counted
         if not (may_be_recomputed(grad) if self.record is None else self.record):
             return None
         if key in left.recordings:
