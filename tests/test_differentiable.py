@@ -251,6 +251,31 @@ def test_a_failed_backward_leaves_nothing_behind() -> None:
         assert torch.equal(w.grad, expected[1])
 
 
+def test_o21_a_compiled_graph_that_recomputes() -> None:
+    """One checkpoint over all blocks, inside the graph: the compiler runs the sites again, which only `record=True` can foresee."""
+    torch._dynamo.reset()
+    x, w = batch(), weights(3)
+    config = EchoConfig(QuantConfig(group_size=16))
+
+    def blocks(x: Tensor, used: Session) -> Tensor:
+        for site in range(3):
+            x = block(x, w[site], used, f"block {site}")
+        return x
+
+    expected = grads(forward(x, w, Session(VirtualBackend(P), config, 3)), x, w)
+    for record in (True, None):
+        used = Session(VirtualBackend(P), config, 3, record=record)
+        run = lambda x, used=used: close_pass(checkpoint(blocks, open_pass(x, used), used, use_reentrant=False), used)  # noqa: E731
+        y = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+        if record:
+            assert used.recorded_bytes > 0
+            assert all(torch.equal(a, b) for a, b in zip(grads(y, x, w), expected))
+            assert (used.site, used.recorded_bytes) == (3, 0)
+        else:
+            with pytest.raises(PassError, match=r"session\.record = True"):
+                grads(y, x, w)
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_backward_is_tried_again_after_it_failed_at_its_end(marked: bool) -> None:
     x, w = batch(), weights()
