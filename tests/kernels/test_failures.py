@@ -191,15 +191,19 @@ def automatic(group):
     x = contributions(2, 700)[rank]
     above = auto.all_reduce(x, QuantConfig(), "two_shot", state)
     auto.close()
-    fallback, reason = choose_backend(group, "auto")
-    return below, untouched, above, auto.explain(64, torch.float32), fallback.name, reason
+    agreed = choose_backend(group, "auto", device="cuda")
+    by_group = choose_backend(group, "auto")
+    reasons = [(backend.name, reason) for backend, reason in (agreed, by_group)]
+    return below, untouched, above, auto.explain(64, torch.float32), reasons
 
 
 def test_auto_follows_its_table_and_falls_back(ranks):
-    for below, untouched, above, text, name, reason in ranks.run(automatic, 2):
+    for below, untouched, above, text, reasons in ranks.run(automatic, 2):
         assert torch.equal(below, torch.full((16,), 3.0))
         assert untouched
         assert torch.equal(above, reference.all_reduce(contributions(2, 700), QuantConfig()).output)
         assert text == "exact: 64 bytes are below the crossover of 1024 bytes (test)"
-        assert name == "c10d"
+        (agreed, reason), (by_group, why) = reasons
+        assert (agreed, by_group) == ("c10d", "c10d")
         assert "rank 0: no CUDA device" in reason
+        assert "not over NCCL" in why
