@@ -147,6 +147,25 @@ def test_gradients_pass_through() -> None:
         assert (p.grad - exact[name]).norm() <= 0.02 * exact[name].norm(), name
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_o21_activation_checkpoints_of_an_attached_model(reentrant: bool) -> None:
+    model = tiny("Llama").train()
+    ids = torch.arange(2 * 9).reshape(2, 9)
+    with attach(model, preset("default"), world_size=3) as attachment:
+        found = []
+        for checkpoints in (False, True):
+            if checkpoints:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+                model.enable_input_require_grads()
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            assert (attachment.session.recorded_bytes > 0) == checkpoints
+            loss.backward()
+            assert attachment.session.recorded_bytes == 0
+            found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
+
+
 def test_models_without_a_plan_are_refused() -> None:
     with pytest.raises(ConfigError, match="no tensor-parallel plan"):
         attach(nn.Sequential(nn.Linear(4, 4)), "default", world_size=2)
