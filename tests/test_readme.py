@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from ranks import RankPool
 
 README = Path(__file__).parents[1] / "README.md"
