@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ from echoreduce.session import Session
 from echoreduce.virtual import VirtualBackend
 
 SITES = 5
+CASES = list(
+    itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16),
+        ("two_shot", "one_shot"),
+        (QuantConfig(), QuantConfig(bits=8), QuantConfig(rotation="hadamard"), QuantConfig(bits=5, policy="symmetric")),
+    )
+)
 
 
 def sha(x: torch.Tensor) -> str:
@@ -33,18 +41,11 @@ def work(rank: int, world_size: int, rendezvous: str, results: str) -> None:
     lines = []
     for check in (False, True):
         backend = C10dBackend(check_headers=check)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for algorithm in ("two_shot", "one_shot"):
-                for quant in (
-                    QuantConfig(),
-                    QuantConfig(bits=8),
-                    QuantConfig(rotation="hadamard"),
-                    QuantConfig(bits=5, policy="symmetric"),
-                ):
-                    x = contributions(world_size, 5001, dtype)[rank].cuda()
-                    lines.append(sha(backend.all_reduce(x, quant, algorithm)))
+        for dtype, algorithm, quant in CASES:
+            x = contributions(world_size, 5001, dtype)[rank].cuda()
+            lines.append(sha(backend.all_reduce(x, quant, algorithm)))
     for name in ("default", "paper"):
-        session = Communicator(None, name).session(SITES)
+        session = Communicator(None, name, "c10d").session(SITES)
         session.begin()
         lines += [sha(session.reduce(contributions(world_size, 5001, seed=k)[rank].cuda())) for k in range(SITES)]
     (Path(results) / f"{rank}.txt").write_text("\n".join(lines))
@@ -56,15 +57,7 @@ def test_nccl_equals_the_reference_on_the_cpu(tmp_path: Path) -> None:
     mp.start_processes(work, args=(2, str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2, start_method="spawn")
     expected = []
     for _ in range(2):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for algorithm in ("two_shot", "one_shot"):
-                for quant in (
-                    QuantConfig(),
-                    QuantConfig(bits=8),
-                    QuantConfig(rotation="hadamard"),
-                    QuantConfig(bits=5, policy="symmetric"),
-                ):
-                    expected.append(sha(ref.all_reduce(contributions(2, 5001, dtype), quant, algorithm).output))
+        expected += [sha(ref.all_reduce(contributions(2, 5001, dtype), quant, algorithm).output) for dtype, algorithm, quant in CASES]
     for name in ("default", "paper"):
         session = Session(VirtualBackend(2), preset(name), SITES)
         session.begin()
