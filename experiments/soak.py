@@ -27,12 +27,18 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=64)
     parser.add_argument("--largest", type=int, default=1 << 18, help="values of the largest tensor")
     parser.add_argument("--seconds", type=float, default=300.0, help="stop after so long, and say after how many calls")
+    parser.add_argument("--timeout", type=float, default=10.0, help="longest wait for a peer, s")
+    parser.add_argument(
+        "--process-group", default="nccl", choices=("nccl", "gloo"), help="gloo keeps other kernels out of a sanitizer's way"
+    )
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", device_id=device)
-    backend = P2PBackend(timeout=timedelta(seconds=10))
+    nccl = options.process_group == "nccl"
+    dist.init_process_group(options.process_group, device_id=device if nccl else None)
+    talk = device if nccl else torch.device("cpu")  # where the process group's own tensors are
+    backend = P2PBackend(device=device, timeout=timedelta(seconds=options.timeout))
     order, delays = random.Random(5), random.Random(rank)
     sizes = [order.randrange(1, 1 << order.randrange(3, options.largest.bit_length())) for _ in range(options.shapes)]
     states = [backend.new_state(FeedbackConfig(state="float8_e4m3")) if index % 3 == 0 else None for index in range(options.shapes)]
@@ -54,15 +60,16 @@ def main() -> None:
             first[index] = y
         made = call + 1
         if made % 1000 == 0:
-            stop = torch.tensor([float(time.monotonic() - began > options.seconds)], device=device)
+            stop = torch.tensor([float(time.monotonic() - began > options.seconds)], device=talk)
             dist.all_reduce(stop)
             if float(stop) > 0:
                 break
     backend.synchronize()
     for index in sorted(first):
-        copies = [torch.empty_like(first[index]) for _ in range(dist.get_world_size())]
-        dist.all_gather(copies, first[index])
-        wrong += sum((copy != copies[0]).any() for copy in copies)
+        mine = first[index].to(talk)
+        copies = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, mine)
+        wrong += sum(int((copy != copies[0]).any()) for copy in copies)
     total = int(wrong)
     if rank == 0:
         print(f"soak: {made} calls of {options.shapes} shapes in {time.monotonic() - began:.1f} s, {total} wrong sums", flush=True)

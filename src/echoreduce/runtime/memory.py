@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 ALIGNMENT = 128
+
+#: Longest wait for a peer while handles are exchanged: a rank whose driver refuses a handle leaves the others waiting for it.
+CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 class SharedBlock(Protocol):
@@ -60,7 +65,8 @@ class SymmetricBlock:
         """Collective: exchange handles. The table starts at the allocation's base, so this tensor's offset is added."""
         import torch.distributed._symmetric_memory as symmetric
 
-        self._handle = symmetric.rendezvous(self.local, group)
+        with _bounded(group):
+            self._handle = symmetric.rendezvous(self.local, group)
         if self._handle is None:
             raise RuntimeError("rendezvous gave no handle")
         offset = int(getattr(self._handle, "offset", 0))
@@ -76,6 +82,18 @@ class SymmetricBlock:
         self._handle = None
         self.local = torch.empty(0)
         self.addresses = []
+
+
+@contextlib.contextmanager
+def _bounded(group: dist.ProcessGroup) -> Iterator[None]:
+    """Waits on the group's store end after CONNECT_TIMEOUT."""
+    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    before = store.timeout
+    store.set_timeout(min(before, CONNECT_TIMEOUT))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
 
 
 class FileBlock:

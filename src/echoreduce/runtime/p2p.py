@@ -30,7 +30,7 @@ from echoreduce.runtime.failure import failure
 from echoreduce.runtime.membership import member_of
 from echoreduce.runtime.pipeline import Launcher, Site
 from echoreduce.runtime.requirements import require_peers
-from echoreduce.runtime.schedule import Tuning
+from echoreduce.runtime.schedule import Tuning, UpdateTuning
 from echoreduce.runtime.staged import StagedLauncher
 from echoreduce.runtime.state import P2PState
 from echoreduce.runtime.streams import StreamOrder
@@ -63,6 +63,7 @@ class P2PBackend:
         first_half: bytes of a workspace half at the start.
         schedule: `persistent` (one launch a call) or `staged` (the paper's streams and events, two-shot only; slower).
         tuning: start of every schedule; None: the built-in ones.
+        update: how the group residual's update runs beside the caller's next kernels; None: the built-in way.
     Raises:
         GroupError: torch.distributed is not initialized, or this rank is not in the group.
         ConfigError: another schedule.
@@ -82,6 +83,7 @@ class P2PBackend:
         first_half: int = FIRST_HALF,
         tuning: Tuning | None = None,
         schedule: Literal["persistent", "staged"] = "persistent",
+        update: UpdateTuning | None = None,
     ) -> None:
         self.group = member_of(group)
         self.rank = dist.get_rank(self.group)
@@ -95,11 +97,11 @@ class P2PBackend:
         self._staged = schedule == "staged"
         self.device, self.limits, self._float8 = require_peers(self.group, device)
         self._native = self.device.type == "cuda"
-        self._update_blocks = 4 * self.limits.multiprocessors if self._native else 1
+        self.update = update or UpdateTuning()
         unit = 10**9 if self._native else POLLS_PER_SECOND
         self._patience = int(self.timeout.total_seconds() * unit)
         self._launchers: dict[Site, Launcher] = {}
-        self._order = StreamOrder(self.device)
+        self._order = StreamOrder(self.device, self.update.priority)
         self._busy = threading.Lock()
         self._last: Site | None = None
         self._failed: EchoReduceError | None = None
@@ -209,7 +211,7 @@ class P2PBackend:
             launcher.launch(index, source, y, tensors)
             if late:
                 with self._order.update_after(source, tensors):
-                    launcher.launch_update(index, source, tensors, self._update_blocks)
+                    launcher.launch_update(index, source, tensors, self.update)
         if state is not None:
             state.fresh = False
 

@@ -20,7 +20,7 @@ from echoreduce.config import FeedbackConfig, QuantConfig
 from echoreduce.kernels.spec import Spec, landing_bytes
 from echoreduce.partition import Partition, partition
 from echoreduce.quant.grid import qparams_dtype
-from echoreduce.runtime.schedule import BUILT_IN, Device, Schedule, Tuning, half_bytes, pieces, schedule
+from echoreduce.runtime.schedule import BUILT_IN, Device, Schedule, Tuning, UpdateTuning, half_bytes, pieces, schedule
 from echoreduce.runtime.workspace import Workspace
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -198,7 +198,7 @@ class Launcher:
         kernel = self._kernel()
         self._compiled[key] = kernel[(cut.grid,)](*pointers[0], *self.plan.floats, *pointers[1], *tail, piece.spec, **options_of(cut))
 
-    def launch_update(self, index: int, x: Tensor, state: list[Tensor], blocks: int) -> None:
+    def launch_update(self, index: int, x: Tensor, state: list[Tensor], tuning: UpdateTuning) -> None:
         """Enqueue the group residual's update for piece `index` on the current stream; the piece must have ended."""
         from echoreduce.kernels.update import update_kernel
 
@@ -206,7 +206,9 @@ class Launcher:
         arguments = (x, *state, *self.plan.floats, self._workspace.table, self._workspace.control, *self._shape(piece))
         kernel: Any = update_kernel
         one_shot = self.plan.algorithm == "one_shot"
-        kernel[(blocks,)](*arguments, one_shot, piece.spec, num_warps=piece.schedule.warps, **COMPILE_OPTIONS)
+        rows = 1024 // piece.spec.group_size * tuning.warps
+        blocks = min(tuning.blocks, -(-piece.groups // rows)) if x.device.type == "cuda" else 1
+        kernel[(blocks,)](*arguments, one_shot, piece.spec.with_rows(rows), num_warps=tuning.warps, **COMPILE_OPTIONS)
 
     def _call(self, piece: Piece) -> tuple[int, ...]:
         return (*self._shape(piece), piece.digest, self.plan.code, self._patience, piece.schedule.steps)

@@ -74,6 +74,21 @@ class Tuning:
     registers: int = 0
 
 
+@dataclass(frozen=True)
+class UpdateTuning:
+    """How the group residual's update runs beside the caller's next kernels.
+
+    Attributes:
+        blocks: of the launch, at most; few leave more multiprocessors to the kernel beside it.
+        warps: of a block.
+        priority: of its stream; -1 lets its blocks start before those of the kernel beside it.
+    """
+
+    blocks: int = 528
+    warps: int = 4
+    priority: int = 0
+
+
 #: Best found schedules by (algorithm, feedback state in registers or not); see docs/kernels.md.
 BUILT_IN = {
     ("two_shot", False): Tuning(),

@@ -18,10 +18,16 @@ from torch import Tensor
 
 
 class StreamOrder:
-    """Streams of one backend on one device; does nothing on the CPU."""
+    """Streams of one backend on one device; does nothing on the CPU.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of the backend.
+        priority: of the side stream; -1 is above the default.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._device = device
+        self._priority = priority
         self._cuda = device.type == "cuda"
         self._last: Any = None
         self._raw = -1
@@ -69,7 +75,7 @@ class StreamOrder:
             yield
             return
         if self._side is None:
-            self._side = torch.cuda.Stream(self._device)
+            self._side = torch.cuda.Stream(self._device, priority=self._priority)
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
