@@ -1,0 +1,140 @@
+"""The accuracy harness: every variant of every set runs, figures are what they say, and a run continues where it stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accuracy_run
+from accuracy_run import Job, compare, key, measure, missing, read_lines, standard_error, summary
+from accuracy_texts import Windows, find, load_windows
+from accuracy_variants import SETS, Shape, Trial, table4, trials
+from echoreduce.config import PRESETS
+from echoreduce.errors import ConfigError
+
+HIDDEN, SITES = 64, 4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in made.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= 10  # logits of a model that knows something
+    return made
+
+
+def job(model: Any, out: Path, world_size: int = 2, windows: int = 3) -> Job:
+    tokens = torch.randint(0, 64, (windows, 9), generator=torch.Generator().manual_seed(1))
+    conditions = {
+        "model": "toy",
+        "text": "noise",
+        "world_size": world_size,
+        "windows": windows,
+        "window": 8,
+        "batch": 2,
+        "dtype": "float32",
+    }
+    return Job(conditions, {}, model, SITES, Windows(tokens, torch.ones(windows, 8, dtype=torch.bool)), 2, out)
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "sites"])
+def test_every_variant_runs_and_counts_its_bits(model: Any, tmp_path: Path, name: str) -> None:
+    chosen = trials([name], Shape(HIDDEN, SITES))
+    lines = measure(job(model, tmp_path / "out.jsonl", windows=1), chosen)
+    assert [line["name"] for line in lines] == [trial.name for trial in chosen]
+    for line in lines:
+        assert math.isfinite(line["perplexity"])
+        assert 3 < line["bits_per_value"] <= 16
+        assert (line["kl"] > 1e-9) == (line["bits_per_value"] < 16), line["name"]
+
+
+def test_names_are_unique_over_all_sets() -> None:
+    every = trials(SETS, Shape(576, 60))
+    assert len({trial.name for trial in every}) == len(every) > 400
+    assert len({json.dumps(trial.as_data()) for trial in every}) > 0.9 * len(every)
+
+
+def test_single_site_variants_change_one_site(model: Any, tmp_path: Path) -> None:
+    chosen = {trial.name: trial for trial in trials(["sites"], Shape(HIDDEN, SITES))}
+    assert chosen["only site 2 at 4 bits"].config.sites == (16, 16, 4, 16)
+    assert chosen["all at 4 but site 0 at 8"].config.sites == (8, 4, 4, 4)
+    lines = {line["name"]: line for line in measure(job(model, tmp_path / "out.jsonl"), list(chosen.values()))}
+    assert all(line["kl"] > 0 for line in lines.values())
+    assert lines["only site 2 at 4 bits"]["bits_per_value"] > 13
+
+
+def test_exact_sum_costs_nothing_and_bits_order_the_damage(model: Any, tmp_path: Path) -> None:
+    lines = {line["name"]: line for line in measure(job(model, tmp_path / "out.jsonl", windows=5), table4(Shape(HIDDEN, SITES)))}
+    assert abs(lines["16-bit"]["kl"]) < 1e-9
+    assert lines["16-bit"]["agreement"] == 1.0
+    assert lines["16-bit"]["tokens"] == 40
+    assert 0 < lines["8-bit"]["kl"] < 0.2 * lines["no feedback"]["kl"]
+
+
+def test_a_stopped_run_continues(model: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    chosen = table4(Shape(HIDDEN, SITES))
+    first = measure(job(model, out), chosen[:2])
+    with out.open("a") as file:
+        file.write('{"model": "toy", "cut')
+    lines = read_lines(out)
+    assert lines == first
+    left = missing(job(model, out), chosen, {key(line) for line in lines})
+    assert left == chosen[2:]
+    assert missing(job(model, out, world_size=4), chosen, {key(line) for line in lines}) == chosen
+    changed = [Trial(chosen[0].name, PRESETS["paper"])]
+    assert missing(job(model, out), changed, {key(line) for line in lines}) == changed
+    assert list(accuracy_run.groups(chosen, 4)) == [chosen[:4], chosen[4:]]
+
+
+def test_divergence_and_perplexity_are_the_textbook_ones() -> None:
+    p = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]).log()
+    q = torch.tensor([[0.25, 0.75], [0.9, 0.1], [0.8, 0.2]]).log()
+    tokens = torch.tensor([[0, 1, 0, 1]])
+    found = compare([p], [q], tokens, torch.tensor([[True, True, False]]))
+    assert found.kl.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3), rel=1e-6)
+    assert found.nll.item() == pytest.approx(-math.log(0.75) - math.log(0.9), rel=1e-6)
+    assert found.agree.item() == 1
+    base = compare([p], [p], tokens, torch.tensor([[True, True, False]]))
+    figures = summary(found, base.nll, torch.tensor([2.0], dtype=torch.float64))
+    assert figures["perplexity"] == pytest.approx((0.75 * 0.9) ** -0.5)
+    assert figures["exact_perplexity"] == pytest.approx((0.5 * 0.9) ** -0.5)
+
+
+def test_standard_error_is_that_of_a_mean() -> None:
+    sums = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 8
+    counts = torch.full((50,), 8.0, dtype=torch.float64)
+    assert standard_error(sums, counts) == pytest.approx((sums / 8).std().item() / math.sqrt(50))
+
+
+class Characters:
+    eos_token_id = 0
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+
+def test_only_solutions_are_scored(tmp_path: Path) -> None:
+    folder = tmp_path / "choice"
+    folder.mkdir()
+    records = [{"question": "1+1?", "answer": "two"}, {"question": "What?", "answer": "a long answer"}, {"question": "x", "answer": "y"}]
+    (folder / "gsm8k_test.jsonl").write_text("\n".join(map(json.dumps, records)))
+    found = load_windows("gsm8k", tmp_path, Characters(), 64, 2)
+    assert found.tokens.shape[0] == 2
+    scored = ["".join(map(chr, row[1:][mask].tolist())) for row, mask in zip(found.tokens, found.scored)]
+    assert scored == [" two", " a long answer"]
+    short = load_windows("gsm8k", tmp_path, Characters(), 24, 3)
+    assert short.tokens.shape[1] == 25
+    with pytest.raises(ConfigError, match="no text 'nothing'"):
+        find("nothing", tmp_path)
