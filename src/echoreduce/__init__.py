@@ -1,6 +1,7 @@
 """EchoReduce: tensor parallelism whose all-reduce sends 4 bits instead of 16."""
 
 from echoreduce.config import NO_FEEDBACK, PRESETS, EchoConfig, FeedbackConfig, QuantConfig, preset
+from echoreduce.config_file import load_config, save_config
 from echoreduce.sites import early_half, edges, uniform
 
 __version__ = "0.1.0"
@@ -14,6 +15,8 @@ __all__ = [
     "__version__",
     "early_half",
     "edges",
+    "load_config",
     "preset",
+    "save_config",
     "uniform",
 ]
