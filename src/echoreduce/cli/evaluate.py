@@ -16,6 +16,7 @@ from torch import Tensor
 
 from echoreduce.cli.report import console, plot_results, print_results, save_results
 from echoreduce.config import PRESETS, QParams, preset
+from echoreduce.config_file import load_config
 from echoreduce.errors import ConfigError
 from echoreduce.integrations import processes
 from echoreduce.integrations.evaluation import (
@@ -67,6 +68,9 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     table: Annotated[str, typer.Option(help="summary (five rows) or ablation (every row of docs/design.md, Section 6)")] = "summary",
     presets: Annotated[list[str] | None, typer.Option("--preset", help=f"only these ({', '.join(PRESETS)}); repeatable")] = None,
+    configs: Annotated[
+        list[Path] | None, typer.Option("--config", help="a configuration file (echoreduce recommend writes them); repeatable")
+    ] = None,
     bits: Annotated[int, typer.Option(help="bits of the sites that the site policy leaves alone, 2 to 8")] = 4,
     group_size: Annotated[int, typer.Option(help="values a quantization group: 16, 32, 64, 128, 256")] = 128,
     policy: Annotated[
@@ -84,7 +88,7 @@ def evaluate(
     """Perplexity of MODEL on a text with its row-parallel sums sent in few bits, beside the exact model."""
     if threads is not None:
         torch.set_num_threads(threads)
-    variants = [overridden(variant, policy, qparams) for variant in choose_variants(table, presets, bits, group_size)]
+    variants = [overridden(variant, policy, qparams) for variant in choose_variants(table, presets, configs, bits, group_size)]
     with console.status("reading model and text"):
         loaded, tokenizer = load(model, dtype, device)
         tokens = windows(tokenizer, read_text(text), window, count)
@@ -112,13 +116,14 @@ def evaluate(
         plot_results(results, plot, shown)
 
 
-def choose_variants(table: str, presets: list[str] | None, bits: int, group_size: int) -> list[Variant]:
-    """The rows that the options ask for; 16-bit is always the first."""
-    if not presets:
+def choose_variants(table: str, presets: list[str] | None, configs: list[Path] | None, bits: int, group_size: int) -> list[Variant]:
+    """The rows that the options ask for; 16-bit is always the first. Files are taken as they are, whatever bits and group size say."""
+    if not presets and not configs:
         return variants_of(table, group_size, bits)
-    named = [name for name in presets if name != "exact"]
+    named = [name for name in presets or [] if name != "exact"]
     chosen = [Variant("16-bit", preset("exact", group_size=group_size))]
-    return chosen + [Variant(name, preset(name, bits=None if name == "int8" else bits, group_size=group_size)) for name in named]
+    chosen += [Variant(name, preset(name, bits=None if name == "int8" else bits, group_size=group_size)) for name in named]
+    return chosen + [Variant(path.stem, load_config(path)) for path in configs or []]
 
 
 def overridden(variant: Variant, policy: str | None, qparams: str | None) -> Variant:
