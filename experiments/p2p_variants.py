@@ -37,7 +37,7 @@ def tunings(nbytes: int, warps: tuple[int, ...], registers: tuple[int, ...]) -> 
     else:
         chunks = (4096, 8192, 16384)
         blocks = ((2, 2, 1), (2, 2, 2), (1, 1, 1))
-    found = [Tuning(w, c, b, r) for w, c, b, r in itertools.product(warps, chunks, blocks, registers)]
+    found = [Tuning(w, c, blocks=b, registers=r) for w, c, b, r in itertools.product(warps, chunks, blocks, registers)]
     return [tuning for tuning in found if sum(tuning.blocks) * tuning.warps <= 32]
 
 
