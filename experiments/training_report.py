@@ -1,0 +1,100 @@
+"""Table and figure of a training run: tail loss, gap to 16 bits, step time; curves and the smoothed gap.
+
+Leaves out: measuring (`training_run`). matplotlib is imported by `plot` only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+BASE = "exact"
+LABELS = {
+    "exact": "16-bit",
+    "default": "`default`",
+    "no_feedback": "4-bit, no feedback",
+    "paper": "`paper` (c10d)",
+    "paper_bf16": "`paper`, bf16 qparams",
+    "default_high": "`default`, larger rate",
+}
+
+
+def curves(out: Path) -> dict[str, dict[int, float]]:
+    """Training loss by variant and step. A step that a resumed run made again counts once, the later one."""
+    found: dict[str, dict[int, float]] = {}
+    for line in out.with_suffix(".jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "loss" in row:
+            found.setdefault(row["variant"], {})[row["step"]] = row["loss"]
+    return found
+
+
+def tail_mean(curve: dict[int, float], tail: int) -> float:
+    """Mean loss over the last `tail` steps."""
+    steps = sorted(curve)[-tail:]
+    return sum(curve[step] for step in steps) / len(steps)
+
+
+def gap(curve: dict[int, float], base: dict[int, float], window: int) -> dict[int, float]:
+    """Relative difference to `base` over `window` steps that end at each step."""
+    common = sorted(curve.keys() & base.keys())
+    result = {}
+    for end in range(window, len(common) + 1):
+        steps = common[end - window : end]
+        below = sum(base[step] for step in steps)
+        result[steps[-1]] = (sum(curve[step] for step in steps) - below) / below
+    return result
+
+
+def table(out: Path, tail: int) -> str:
+    """Markdown: a row a variant that has ended."""
+    summaries: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())["variants"]
+    losses = {name: tail_mean(curve, tail) for name, curve in curves(out).items() if name in summaries}
+    base, held = losses.get(BASE), (summaries.get(BASE) or {}).get("validation_loss")
+    lines = [
+        f"| variant | peak rate | loss, last {tail} steps | gap to 16-bit | held-out loss | gap | ms a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in summaries.items():
+        loss, validation = losses[name], row["validation_loss"]
+        cells = (
+            LABELS.get(name, name),
+            f"{row['peak_rate']:.2e}",
+            f"{loss:.4f}",
+            percent(loss, base if name != BASE else None),
+            "-" if validation is None else f"{validation:.4f}",
+            percent(validation, held if name != BASE else None),
+            f"{1e3 * row['step_seconds']:.0f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def percent(value: float | None, base: float | None) -> str:
+    """Relative difference as text."""
+    return "-" if value is None or base is None else f"{100 * (value - base) / base:+.2f} %"
+
+
+def plot(out: Path, figure: Path, window: int) -> None:
+    """Curves on the left, gap to 16 bits on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = curves(out)
+    drawing, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    for name, curve in found.items():
+        steps = sorted(curve)
+        (line,) = left.plot(steps, [curve[step] for step in steps], linewidth=0.8, label=LABELS.get(name, name).replace("`", ""))
+        if name != BASE and BASE in found:
+            relative = gap(curve, found[BASE], min(window, len(curve)))
+            right.plot(relative.keys(), [100 * value for value in relative.values()], color=line.get_color())
+    left.set(xlabel="step", ylabel="training loss, nats")
+    left.legend()
+    right.axhline(0, color="gray", linewidth=0.8)
+    right.set(xlabel="step", ylabel=f"gap to 16-bit, %, mean of {window} steps")
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(figure, dpi=120)
+    plt.close(drawing)
