@@ -1,6 +1,9 @@
-"""What low-bit all-reduces do to real models: one JSON line a result.
+"""What low-bit all-reduces do to real models: one JSON line a result, tables and figures from the lines.
 
     python experiments/accuracy.py run --model FOLDER --name smollm2 --data DIR --set table4 --set wire --out accuracy.jsonl
+    python experiments/accuracy.py table --in accuracy.jsonl [--set wire]
+    python experiments/accuracy.py plot --in accuracy.jsonl --folder docs/figures
+    python experiments/accuracy.py blend --model FOLDER --name smollm2 --data DIR --out blend.jsonl
 
 `run` skips what the output file holds already, so the same command continues a run that was stopped. Virtual ranks: the bits of real ones.
 
@@ -10,6 +13,7 @@ Leaves out: task accuracy (`echoreduce.integrations`). Source: the paper, Sectio
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from pathlib import Path
@@ -44,6 +48,19 @@ def parser() -> argparse.ArgumentParser:
     run_parser.add_argument("--group", type=int, default=16, help="variants that share one run of the exact model and are saved together")
     run_parser.add_argument("--limit-seconds", type=float, help="start no group that would end later")
     run_parser.set_defaults(command=run)
+    blend_parser = commands.add_parser("blend", help="rounding error of the zero-point rules on a model's activations")
+    model_arguments(blend_parser)
+    blend_parser.add_argument("--texts", nargs="+", default=TEXTS[:1])
+    blend_parser.add_argument("--world-sizes", default="4")
+    blend_parser.set_defaults(command=blend)
+    table_parser = commands.add_parser("table", help="print Markdown tables")
+    table_parser.add_argument("--in", dest="files", type=Path, nargs="+", required=True)
+    table_parser.add_argument("--set", dest="sets", action="append", choices=SETS, help="repeatable (default: all that were measured)")
+    table_parser.set_defaults(command=table)
+    plot_parser = commands.add_parser("plot", help="draw the frontier, the wire formats and the sites")
+    plot_parser.add_argument("--in", dest="files", type=Path, nargs="+", required=True)
+    plot_parser.add_argument("--folder", type=Path, default=Path("docs/figures"))
+    plot_parser.set_defaults(command=plot)
     return top
 
 
@@ -54,6 +71,7 @@ def model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--data", type=Path, default=os.environ.get("ECHOREDUCE_DATA"), help="folder of texts")
     command.add_argument("--windows", type=int, help="at most so many of a text")
     command.add_argument("--window", type=int, default=1024, help="predicted tokens a window")
+    command.add_argument("--bos", action="store_true", help="begin each window with the tokenizer's <bos> (Gemma needs it)")
     command.add_argument("--batch", type=int, default=8, help="windows a forward")
     command.add_argument("--device", default="cpu")
     command.add_argument("--dtype", default="float32")
@@ -65,16 +83,18 @@ def run(arguments: argparse.Namespace) -> None:
     started = time.perf_counter()
     model, tokenizer = load(arguments.model, arguments.dtype, arguments.device)
     sites = len(row_parallel_linears(model))
-    chosen = trials(arguments.sets, Shape(model.config.get_text_config().hidden_size, sites))
+    shape = Shape(model.config.get_text_config().hidden_size, sites)
+    chosen = trials(arguments.sets, shape)
     chosen = [trial for trial in chosen if arguments.only is None or arguments.only in trial.name]
     done = {key(line) for line in read_lines(arguments.out)}
     print(f"{len(chosen)} variants, {len(done)} lines present, model read in {time.perf_counter() - started:.0f} s", flush=True)
     slowest = 0.0  # seconds of a variant
     for text in arguments.texts:
-        windows = load_windows(text, arguments.data, tokenizer, arguments.window, arguments.windows)
+        windows = load_windows(text, arguments.data, tokenizer, arguments.window, arguments.windows, arguments.bos)
         for world_size in map(int, arguments.world_sizes.split(",")):
             conditions = {"model": arguments.name, "text": Path(text).stem, "world_size": world_size, "windows": windows.tokens.shape[0]}
             conditions |= {"window": windows.tokens.shape[1] - 1, "batch": arguments.batch, "dtype": arguments.dtype}
+            conditions |= {"hidden": shape.hidden, "sites": sites}
             job = Job(conditions, environment(), model, sites, windows, arguments.batch, arguments.out)
             for group in groups(missing(job, chosen, done), arguments.group):
                 elapsed = time.perf_counter() - started
@@ -84,6 +104,43 @@ def run(arguments: argparse.Namespace) -> None:
                 lines = measure(job, group)
                 slowest = max(slowest, (time.perf_counter() - started - elapsed) / len(group))
                 report(lines)
+
+
+def blend(arguments: argparse.Namespace) -> None:
+    """Append one line a site, text and P."""
+    from accuracy_blend import rounding_errors
+
+    model, tokenizer = load(arguments.model, arguments.dtype, arguments.device)
+    sites = len(row_parallel_linears(model))
+    for text in arguments.texts:
+        windows = load_windows(text, arguments.data, tokenizer, arguments.window, arguments.windows, arguments.bos)
+        for world_size in map(int, arguments.world_sizes.split(",")):
+            conditions = {"model": arguments.name, "text": Path(text).stem, "world_size": world_size, "windows": windows.tokens.shape[0]}
+            records = rounding_errors(model, windows, world_size, sites, arguments.batch)
+            with arguments.out.open("a") as file:
+                file.writelines(json.dumps({**conditions, "blend": record, "environment": environment()}) + "\n" for record in records)
+            print(conditions, json.dumps(records[0], indent=1), flush=True)
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Print what the files hold: the sets, then the frontier, then the zero-point rules."""
+    from accuracy_report import blend_table, frontier_table, tables
+
+    lines = [line for path in arguments.files for line in read_lines(path)]
+    results = [line for line in lines if "kl" in line]
+    print(tables(results, arguments.sets or SETS))
+    if arguments.sets is None:
+        print(frontier_table(results))
+        print(blend_table([line for line in lines if "blend" in line]))
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Draw what the files hold."""
+    from accuracy_plots import draw
+
+    lines = [line for path in arguments.files for line in read_lines(path) if "kl" in line]
+    for path in draw(lines, arguments.folder):
+        print(path)
 
 
 def report(lines: list[dict[str, Any]]) -> None:

@@ -1,8 +1,8 @@
 """Texts of the accuracy experiments as windows of tokens, some of them scored.
 
 A plain text is cut into windows of equal length in which every token is scored. `gsm8k` is a set of documents "Question: ... Answer: ...":
-one a window, padded on the right, and only the tokens of the solution are scored. Paths: as given, or below `heldout` or `choice` of the
-data folder (--data or $ECHOREDUCE_DATA).
+one a window, padded on the right, and only the tokens of the solution are scored. With `bos` each window begins with that token. Paths: as
+given, or below `heldout` or `choice` of the data folder (--data or $ECHOREDUCE_DATA).
 
 Leaves out: downloading; multiple choice (`echoreduce.integrations`).
 """
@@ -51,11 +51,20 @@ def find(name: str, data: Path | None) -> Path:
     raise ConfigError(f"no text {name!r} at {', '.join(map(str, places))}; name the data folder by --data or ECHOREDUCE_DATA")
 
 
-def load_windows(name: str, data: Path | None, tokenizer: Any, length: int, count: int | None) -> Windows:
-    """Windows of a text, at most `count`."""
+def load_windows(name: str, data: Path | None, tokenizer: Any, length: int, count: int | None, bos: bool = False) -> Windows:
+    """Windows of a text, at most `count`; with `bos` the first prediction of a window, which knows nothing, is not scored."""
     path = find(name, data)
-    if path.suffix == ".jsonl":
-        return solutions(path, tokenizer, length, count)
+    inner = length - bos
+    found = solutions(path, tokenizer, inner, count) if path.suffix == ".jsonl" else plain(path, tokenizer, inner, count)
+    if not bos:
+        return found
+    rows = found.tokens.shape[0]
+    first = torch.full((rows, 1), tokenizer.bos_token_id, dtype=torch.int64)
+    return Windows(torch.cat((first, found.tokens), dim=1), torch.cat((torch.zeros(rows, 1, dtype=torch.bool), found.scored), dim=1))
+
+
+def plain(path: Path, tokenizer: Any, length: int, count: int | None) -> Windows:
+    """Windows of running text."""
     tokens = windows(tokenizer, read_text(path), length, count)
     return Windows(tokens, torch.ones(tokens.shape[0], length, dtype=torch.bool))
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import accuracy_run
+from accuracy_blend import near_one_sided, rounding_errors
+from accuracy_report import CLAIMS, blend_table, cell, frontier, frontier_table, tables, verdict
 from accuracy_run import Job, compare, key, measure, missing, read_lines, standard_error, summary
 from accuracy_texts import Windows, find, load_windows
-from accuracy_variants import SETS, Shape, Trial, table4, trials
+from accuracy_variants import BLENDS, SETS, Shape, Trial, table4, trials
 from echoreduce.config import PRESETS
 from echoreduce.errors import ConfigError
+from gemma import merges
 
 HIDDEN, SITES = 64, 4
 
@@ -45,6 +48,7 @@ def job(model: Any, out: Path, world_size: int = 2, windows: int = 3) -> Job:
         "batch": 2,
         "dtype": "float32",
     }
+    conditions |= {"hidden": HIDDEN, "sites": SITES}
     return Job(conditions, {}, model, SITES, Windows(tokens, torch.ones(windows, 8, dtype=torch.bool)), 2, out)
 
 
@@ -138,3 +142,70 @@ def test_only_solutions_are_scored(tmp_path: Path) -> None:
     assert short.tokens.shape[1] == 25
     with pytest.raises(ConfigError, match="no text 'nothing'"):
         find("nothing", tmp_path)
+
+
+def test_bos_begins_each_window_and_is_followed_by_an_unscored_token(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abcdefghijkl")
+    tokenizer = Characters()
+    tokenizer.bos_token_id = 1  # type: ignore[attr-defined]
+    found = load_windows("text.txt", tmp_path, tokenizer, 4, None, bos=True)
+    assert ["".join(map(chr, row[1:])) for row in found.tokens.tolist()] == ["abcd", "defg", "ghij"]
+    assert found.tokens[:, 0].tolist() == [1, 1, 1]
+    assert found.scored.tolist() == [[False, True, True, True]] * 3
+
+
+def test_tables_and_pictures_show_what_was_measured(model: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    measure(job(model, out), trials(["table4", "table8", "wire", "sites"], Shape(HIDDEN, SITES)))
+    lines = read_lines(out)
+    text = tables(lines, ["table4", "table8", "sites"])
+    by_name = {line["name"]: line for line in lines}
+    assert f"| paper | 4.250 | {cell(by_name['paper'])} |" in text
+    assert "Llama-3-8B" in text
+    assert text.count("confirmed") + text.count("contradicted") + text.count("undecided") == len(CLAIMS)
+    assert "not measured" not in text
+    rows = [row for row in text.split("### sites")[1].splitlines() if row.startswith(("| only", "| all"))]
+    assert len(rows) == 2 * SITES
+    assert "16-bit" in frontier_table(lines)
+    pytest.importorskip("matplotlib")
+    from accuracy_plots import draw
+
+    assert [path.name.split("_")[1] for path in draw(lines, tmp_path / "figures")] == ["frontier", "wire", "sites"]
+
+
+def test_the_frontier_has_no_dominated_line() -> None:
+    lines = [{"name": n, "bits_per_value": b, "kl": k} for n, b, k in (("a", 4, 0.5), ("b", 5, 0.7), ("c", 4, 0.4), ("d", 6, 0.1))]
+    assert [line["name"] for line in frontier(lines)] == ["c", "d"]
+
+
+def test_verdicts_need_two_standard_errors() -> None:
+    assert verdict({"kl": 1.0, "kl_error": 0.1}, {"kl": 1.2, "kl_error": 0.1}).startswith("undecided")
+    assert verdict({"kl": 1.0, "kl_error": 0.1}, {"kl": 1.4, "kl_error": 0.1}).startswith("confirmed")
+    assert verdict({"kl": 1.4, "kl_error": 0.1}, {"kl": 1.0, "kl_error": 0.1}).startswith("contradicted")
+
+
+def test_rounding_errors_of_the_zero_point_rules(model: Any, tmp_path: Path) -> None:
+    here = job(model, tmp_path / "out.jsonl", windows=4)
+    records = rounding_errors(model, here.windows, 2, SITES, 2)
+    assert [record["site"] for record in records] == ["all", *range(SITES)]
+    assert "zero-point rules" in blend_table([{**here.conditions, "blend": record} for record in records])
+    for record in records:
+        assert set(record["errors"]) == set(BLENDS)
+        assert 0 < record["errors"]["zero_aware"]["push"] < 0.2
+        assert 0 <= record["one_sided"] <= record["near"] <= 1
+
+
+def test_rules_differ_where_groups_lie_on_one_side_of_zero() -> None:
+    x = torch.rand(4, 1280, generator=torch.Generator().manual_seed(0)) + 0.5  # gap of half a range
+    errors = {name: (form.encode_decode(x) - x).square().mean() for name, form in BLENDS.items()}
+    assert errors["zero_aware"] == errors["always offset"] == errors["offset beyond 0.25 ranges"]
+    assert errors["always zero"] == errors["offset beyond 1.0 ranges"] > 1.5 * errors["zero_aware"]
+    near, one_sided = near_one_sided(x.unflatten(-1, (-1, 128)))
+    assert near.all()
+    assert one_sided.all()
+
+
+def test_merges_of_a_byte_pair_model_follow_the_scores() -> None:
+    vocabulary = {"a": 0, "b": 1, "c": 2, "bc": 3, "ab": 4, "abc": 5}
+    scores = {"a": -9.0, "b": -9.0, "c": -9.0, "ab": -2.0, "bc": -1.0, "abc": -3.0}
+    assert merges(vocabulary, scores) == [["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"]]
