@@ -21,7 +21,7 @@ from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
 from echoreduce.measure.report import write_json
 from echoreduce.measure.timing import summarize, time_eager, time_graph
 from echoreduce.runtime.p2p import P2PBackend
-from echoreduce.runtime.schedule import Tuning
+from echoreduce.runtime.schedule import BUILT_IN, Tuning
 
 FEEDBACKS = {"none": NO_FEEDBACK, "float8": FeedbackConfig(state="float8_e4m3"), "bf16": FeedbackConfig(state="bf16")}
 
@@ -65,6 +65,9 @@ def main() -> None:
     parser.add_argument("--algorithms", default="two_shot,one_shot")
     parser.add_argument("--warps", default="2,4")
     parser.add_argument("--registers", default="0", help="bounds of a thread's registers; 0 is the compiler's choice")
+    parser.add_argument("--rotation", default="none", choices=("none", "hadamard"))
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--built-in", action="store_true", help="only the built-in schedule")
     parser.add_argument("--staged", action="store_true", help="the paper's schedule: a launch a stage and tile, streams and events")
     parser.add_argument("--graph", action="store_true", help="time CUDA graphs at every size")
     parser.add_argument("--seconds", type=float, default=200.0)
@@ -91,14 +94,15 @@ def main() -> None:
             map(int, options.bits.split(",")), options.algorithms.split(","), options.feedback.split(",")
         ):
             found = []
-            for tuning in tunings(nbytes, numbers(options.warps), numbers(options.registers)):
+            choices = tunings(nbytes, numbers(options.warps), numbers(options.registers))
+            for tuning in [BUILT_IN[algorithm, name != "none"]] if options.built_in else choices:
                 if agree_max(time.monotonic() - began, device) > options.seconds:
                     break
                 backend.tuning = tuning
                 backend.forget_schedules()
                 feedback = FEEDBACKS[name]
                 state = backend.new_state(feedback) if feedback.enabled else None
-                quant = QuantConfig(bits=bits)
+                quant = QuantConfig(bits=bits, group_size=options.group_size, rotation=options.rotation)
 
                 def call(quant=quant, algorithm=algorithm, state=state, x=x, y=y):
                     return backend.all_reduce(x, quant, algorithm, state, out=y)
@@ -121,7 +125,7 @@ def main() -> None:
                 print(f"{size} {bits}bit {algorithm} {name}: {nccl / found[0][0]:.2f}x {best}", flush=True)
     if rank == 0 and options.out:
         columns = ["size", "bits", "algorithm", "feedback", "ms", "nccl_ms", "warps", "chunk_values", "blocks", "registers"]
-        write_json(options.out, columns=columns, rows=rows)
+        write_json(options.out, columns=columns, rows=rows, rotation=options.rotation, group_size=options.group_size, staged=options.staged)
     backend.close()
     dist.destroy_process_group()
 
