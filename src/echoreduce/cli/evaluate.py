@@ -1,4 +1,4 @@
-"""`echoreduce evaluate MODEL`: what low-bit tensor parallelism does to a language model's perplexity."""
+"""`echoreduce evaluate MODEL`: what low-bit tensor parallelism does to a language model's perplexity (here) and answers (`cli.tasks`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from echoreduce.cli.report import console, plot_results, print_results, save_results
+from echoreduce.cli.report import console, plot_results, print_results
+from echoreduce.cli.tasks import TaskPlan, print_lines
+from echoreduce.cli.tasks import run as run_tasks
 from echoreduce.config import PRESETS, QParams, preset
 from echoreduce.config_file import load_config
 from echoreduce.errors import ConfigError
 from echoreduce.integrations import processes
+from echoreduce.integrations.choice import find_tasks, load_task
 from echoreduce.integrations.evaluation import (
     Result,
     Variant,
@@ -29,6 +32,7 @@ from echoreduce.integrations.evaluation import (
 )
 from echoreduce.integrations.language_model import load, read_text, windows
 from echoreduce.integrations.transformers import attach, row_parallel_linears
+from echoreduce.measure.report import write_json
 from echoreduce.sites import SitePolicy, early_half, edges, uniform
 
 
@@ -61,8 +65,21 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder, or a .gguf file")],
-    text: Annotated[Path, typer.Option("--text", help="UTF-8 text, or JSON of strings")],
-    world_size: Annotated[int, typer.Option("--world-size", "-P", min=1, help="number of ranks")] = 4,
+    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text, or JSON of strings")] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", help="multiple choice: FILE or NAME in the data folder, or all; :N limits one; comma-separated"),
+    ] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="folder of the tasks that names mean (default: ECHOREDUCE_DATA)")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="at most this many questions a task, evenly spread")] = None,
+    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=1, help="tokens a forward, for --tasks")] = 4096,
+    prefix: Annotated[
+        str | None, typer.Option("--prefix-token", help="token that stands for an empty prompt (default: the tokenizer's first)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON lines of --tasks; a second run resumes from them")] = None,
+    world_size: Annotated[
+        list[int] | None, typer.Option("--world-size", "-P", min=1, help="number of ranks (default 4); repeatable with --tasks")
+    ] = None,
     backend: Annotated[Backend, typer.Option(help="virtual ranks in this process, or real gloo processes")] = Backend.virtual,
     device: Annotated[str, typer.Option(help="torch device of the virtual ranks: cpu, cuda, cuda:1")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
@@ -85,35 +102,39 @@ def evaluate(
     json: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="write a picture (PNG, SVG, PDF) here")] = None,
 ) -> None:
-    """Perplexity of MODEL on a text with its row-parallel sums sent in few bits, beside the exact model."""
+    """Perplexity of MODEL on a text, and its answers to multiple choice, with row-parallel sums in few bits, beside the exact model."""
     if threads is not None:
         torch.set_num_threads(threads)
+    sizes = world_size or [4]
+    if text is None and not tasks:
+        raise ConfigError("give --text, --tasks or both")
+    if text is not None and len(sizes) > 1:
+        raise ConfigError(f"--text takes one --world-size, got {sizes}")
     variants = [overridden(variant, policy, qparams) for variant in choose_variants(table, presets, configs, bits, group_size)]
-    with console.status("reading model and text"):
+    questions = [load_task(path, own or limit) for names in tasks or [] for path, own in find_tasks(names, data)]
+    with console.status("reading model"):
         loaded, tokenizer = load(model, dtype, device)
+    conditions = {"model": model.name, "group_size": group_size, "backend": backend.value, "device": device, "dtype": dtype}
+    written: dict[str, Any] = {}
+    if text is not None:
         tokens = windows(tokenizer, read_text(text), window, count)
-    plan = Plan(model, tokens, variants, world_size, batch, dtype, device, backend, observed)
-    results = run(plan, loaded)
-    shown = (
-        f"{model.name} on {text.name}: {tokens.shape[0]} windows of {window} tokens, P = {world_size}, g = {group_size}, {backend.value}"
-    )
-    print_results(results, shown, f"16-bit is the exact sum in the model's dtype, {dtype} here")
+        plan = Plan(model, tokens, variants, sizes[0], batch, dtype, device, backend, observed)
+        results = run(plan, loaded)
+        shown = f"{model.name} on {text.name}: {len(tokens)} windows of {window} tokens, P = {sizes[0]}, g = {group_size}, {backend.value}"
+        print_results(results, shown, f"16-bit is the exact sum in the model's dtype, {dtype} here")
+        of_text = {"text": text.name, "windows": len(tokens), "window": window, "world_size": sizes[0]}
+        written |= {"conditions": conditions | of_text, "rows": [row.as_dict() for row in results]}
+        if plot is not None:
+            plot_results(results, plot, shown)
+    if questions:
+        of_tasks = conditions | {"batch_tokens": batch_tokens, "prefix_token": prefix}
+        in_processes = backend is Backend.processes
+        lines = run_tasks(TaskPlan(model, questions, variants, sizes, of_tasks, in_processes, out), loaded, tokenizer)
+        print_lines(lines, f"{model.name}, g = {group_size}, {backend.value}")
+        written["tasks"] = [line.as_dict() for line in lines]
     if json is not None:
-        save_results(
-            results,
-            json,
-            model=model.name,
-            text=text.name,
-            windows=tokens.shape[0],
-            window=window,
-            world_size=world_size,
-            group_size=group_size,
-            backend=backend.value,
-            device=device,
-            dtype=dtype,
-        )
-    if plot is not None:
-        plot_results(results, plot, shown)
+        write_json(json, **written)
+        console.print(f"json: {json}")
 
 
 def choose_variants(table: str, presets: list[str] | None, configs: list[Path] | None, bits: int, group_size: int) -> list[Variant]:

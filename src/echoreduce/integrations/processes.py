@@ -1,7 +1,7 @@
 """Evaluation in real processes: P gloo ranks on this host, each with its own column blocks, reducing over `c10d`.
 
 Every rank loads the model, multiplies its share of each row-parallel linear and takes part in every all-reduce. At the end of each
-variant the ranks compare their likelihoods bit for bit: one that differs is an error, not a warning.
+variant the ranks compare their likelihoods (of a text, of the choices of tasks) bit for bit: one that differs is an error, not a warning.
 
 Leaves out: sharded weights, GPUs (a real job uses torchrun and `attach` in its own script).
 Source: docs/design.md, Section 7.
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from echoreduce.errors import CheckError, ConfigError
+from echoreduce.integrations.choice import Requests, score
 from echoreduce.integrations.evaluation import Variant, negative_log_likelihood
 from echoreduce.integrations.language_model import load
 from echoreduce.integrations.transformers import attach
@@ -42,37 +43,46 @@ class Job:
     Attributes:
         model: folder or GGUF file.
         dtype: of the weights.
-        tokens: int64 [windows, length + 1].
+        tokens: int64 [windows, length + 1]; None: no text.
         batch: windows a forward.
         variants: in order; their configs are never None.
         world_size: number of processes.
         rendezvous: file through which they find each other.
         threads: torch threads of each.
+        tasks: scored after the text, in order.
     """
 
     model: str
     dtype: str
-    tokens: Tensor
+    tokens: Tensor | None
     batch: int
     variants: list[Variant]
     world_size: int
     rendezvous: str
     threads: int
+    tasks: tuple[Requests, ...] = ()
 
 
 @dataclass(frozen=True)
 class Event:
-    """What rank 0 reports: `loaded`, `advanced` (windows done), or `finished` (perplexity and seconds of a variant)."""
+    """What rank 0 reports.
+
+    Attributes:
+        kind: `loaded`, `advanced` (windows or rows done), `finished` (perplexity of a variant), or `scored` (its scores on a task).
+        scores: rows of `choice.score`.
+    """
 
     kind: str
     variant: int = 0
     windows: int = 0
     perplexity: float = math.nan
     seconds: float = 0.0
+    task: int = -1
+    scores: list[list[float]] | None = None
 
 
 def evaluate(job: Job, on_event: Callable[[Event], None]) -> list[Event]:
-    """Run the job in `job.world_size` processes and return the `finished` events, one a variant.
+    """Run the job in `job.world_size` processes and return the `finished` and `scored` events, one a variant and text or task.
 
     Raises:
         ConfigError: fewer than two processes.
@@ -90,12 +100,13 @@ def evaluate(job: Job, on_event: Callable[[Event], None]) -> list[Event]:
             alive = not processes.join(timeout=0.05)
             while (event := _next(events)) is not None:
                 on_event(event)
-                if event.kind == "finished":
+                if event.kind in ("finished", "scored"):
                     finished.append(event)
     except ProcessException as failure:
         raise CheckError(f"a rank failed: {failure}") from failure
-    if len(finished) != len(job.variants):
-        raise CheckError(f"{len(finished)} of {len(job.variants)} variants finished")
+    expected = len(job.variants) * (len(job.tasks) + (job.tokens is not None))
+    if len(finished) != expected:
+        raise CheckError(f"{len(finished)} of {expected} measurements finished")
     return finished
 
 
@@ -130,17 +141,33 @@ def _rank(rank: int, job: Job, events: Any) -> None:
 def _measure(rank: int, job: Job, index: int, variant: Variant, model: Any, events: Any) -> None:
     assert variant.config is not None, "a variant without configuration has nothing to reduce"
 
-    def advance(windows: int) -> None:
+    def report(event: Event) -> None:
         if rank == 0:
-            events.put(Event("advanced", index, windows))
+            events.put(event)
 
-    started = time.perf_counter()
+    def advance(done: int) -> None:
+        report(Event("advanced", index, done))
+
     with attach(model, variant.config, group=dist.group.WORLD):
-        total, count = negative_log_likelihood(model, job.tokens, job.batch, advance)
-    seconds = time.perf_counter() - started
-    totals = [torch.empty(1, dtype=torch.float64) for _ in range(job.world_size)]
-    dist.all_gather(totals, torch.tensor([total], dtype=torch.float64))
-    if any(other.item() != totals[0].item() for other in totals):
-        raise CheckError(f"{variant.name}: ranks disagree on the likelihood, {[other.item() for other in totals]}")
-    if rank == 0:
-        events.put(Event("finished", index, job.tokens.shape[0], math.exp(total / count), seconds))
+        if job.tokens is not None:
+            started = time.perf_counter()
+            total, count = negative_log_likelihood(model, job.tokens, job.batch, advance)
+            seconds = time.perf_counter() - started
+            _agree(variant.name, torch.tensor([total], dtype=torch.float64))
+            report(Event("finished", index, job.tokens.shape[0], math.exp(total / count), seconds))
+        for number, requests in enumerate(job.tasks):
+            started = time.perf_counter()
+            scores = score(model, requests, advance)
+            seconds = time.perf_counter() - started
+            _agree(variant.name, scores)
+            report(Event("scored", index, seconds=seconds, task=number, scores=scores.tolist()))
+
+
+def _agree(name: str, found: Tensor) -> None:
+    """Raise CheckError unless all ranks hold the same bits, float64 of any shape."""
+    bits = found.contiguous().view(torch.int64)
+    others = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, bits)
+    differ = [rank for rank, other in enumerate(others) if not torch.equal(other, others[0])]
+    if differ:
+        raise CheckError(f"{name}: ranks {differ} disagree with rank 0 on the likelihood")
