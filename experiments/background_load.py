@@ -53,6 +53,7 @@ class PeerCopies:
 
         self._own = symmetric.empty(nbytes, dtype=torch.uint8, device=self._who.device)
         self._handle: Any = symmetric.rendezvous(self._own, dist.group.WORLD)
+        assert int(self._handle.buffer_ptrs[self._who.rank]) == self._own.data_ptr(), "the block is an allocation of its own"
         peer = (self._who.rank + 1) % self._who.world_size
         block: Tensor = self._handle.get_buffer(peer, (nbytes,), torch.uint8)
         return block
@@ -75,7 +76,15 @@ class PeerCopies:
     def running(self, duty: float) -> Iterator[None]:
         """Copy for a share `duty` (0 .. 1) of the time inside the body. Collective at both ends."""
         stop = threading.Event()
-        thread = threading.Thread(target=self._loop, args=(duty, stop), daemon=True)
+        failures: list[Exception] = []
+
+        def work() -> None:
+            try:
+                self._loop(duty, stop)
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work, daemon=True)
         dist.barrier()
         if duty > 0:
             thread.start()
@@ -86,6 +95,8 @@ class PeerCopies:
             if duty > 0:
                 thread.join()
             dist.barrier()
+        if failures:
+            raise RuntimeError("the background copies failed, so the figures are not under load") from failures[0]
 
     def _loop(self, duty: float, stop: threading.Event) -> None:
         idle = (1 - duty) / duty
