@@ -20,7 +20,7 @@ from training_data import Windows, documents
 SCRIPT = Path(__file__).parents[2] / "experiments" / "training.py"
 DOCS = Path(__file__).parents[2] / "docs"
 STEPS = 120
-SHORT = ("--shape", "tiny", "--batch", "4", "--length", "64", "--warmup", "10", "--rate", "3e-3", "--dtype", "float32", "--held-out", "8")
+SHORT = ("--shape", "tiny", "--batch", "4", "--length", "64", "--warmup", "10", "--rate", "1e-3", "--dtype", "float32", "--held-out", "8")
 WHOLE = ("--steps", str(STEPS), "--validate-every", "60")
 
 
