@@ -16,7 +16,15 @@ from accuracy_variants import SETS
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-COLORS = {"table4": "black", "default_search": "tab:blue", "compact": "tab:green", "wire": "tab:orange", "table8": "tab:gray"}
+COLORS = {
+    "table4": "black",
+    "default_search": "tab:blue",
+    "compact": "tab:green",
+    "combined": "tab:purple",
+    "wire": "tab:orange",
+    "table8": "tab:gray",
+    "no_feedback": "tab:brown",
+}
 LABELS = {"increase_percent": "increase of perplexity, %", "kl": "KL from the exact model, nats a token"}
 MARKS = {"": "tab:gray", " +feedback": "tab:blue", " +edges": "tab:olive", " +feedback +edges": "tab:green"}
 

@@ -206,6 +206,42 @@ def compact(shape: Shape) -> list[Trial]:
     return rows
 
 
+def combined(shape: Shape) -> list[Trial]:
+    """What the other two searches suggest together: rotated groups with one word, edges, finer gather, a fixed or searched range."""
+    rows = []
+    for g in (64, 128):
+        word = GroupGrid(group_size=g, gap=ALWAYS, one_word=True)
+        searched = replace(word, shrink=(1.0, 0.95, 0.9, 0.85, 0.8))
+        for label, form in (("one word", word), ("one word searched range", searched)):
+            for first, last in ((0, 1), (1, 1), (2, 1), (3, 1), (3, 2), (4, 2)):
+                rows.append(emulated(f"{label} g{g} H edges {first}+{last}", form, rotation=g, sites=edges(first, last, 8)))
+            finer = replace(form, bits=5)
+            rows.append(emulated(f"{label} g{g} H gather 5 bits", form, gather=finer, rotation=g))
+            rows.append(emulated(f"{label} g{g} H 5 bits", finer, rotation=g))
+        rows += [emulated(f"one word range {f} g{g} H", replace(word, shrink=(f,)), rotation=g) for f in (0.95, 0.9, 0.85)]
+        rows.append(emulated(f"one word range 1 or 0.9 g{g} H", replace(word, shrink=(1.0, 0.9)), rotation=g))
+        rows.append(emulated(f"one word signs g{g} H", word, rotation=g, signs=True))
+        rows.append(emulated(f"one word g{g} H{2 * g}", word, rotation=2 * g))
+        rows.append(emulated(f"two words signs g{g} H", GroupGrid(group_size=g), rotation=g, signs=True))
+    return rows
+
+
+def no_feedback(shape: Shape) -> list[Trial]:
+    """Bits, groups and rotation without feedback, and weak feedback: for models that norm the sum before it joins the residual stream."""
+    rows = []
+    for mark, rotation in HADAMARD.items():
+        for bits in (4, 5, 6, 8):
+            for g in (32, 64, 128):
+                quant = QuantConfig(bits, g, rotation=rotation)  # type: ignore[arg-type]
+                rows.append(Trial(f"off {bits} bits g{g}{mark}", local(quant, feedback=NO_FEEDBACK, sites=uniform())))
+        for gain in (0.1, 0.25, 0.5, 1.0):
+            grid = LibraryGrid(QuantConfig())
+            weak: dict[str, Any] = {"rotation": 128 if mark else 0, "sites": uniform(), "gain": (gain, gain)}
+            rows.append(emulated(f"gain {gain}, next site{mark}", grid, **weak))
+            rows.append(emulated(f"gain {gain}, two sites later{mark}", grid, lag=2, **weak))
+    return rows
+
+
 # --- others' formats ----------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +309,7 @@ def sites(shape: Shape) -> list[Trial]:
 
 
 SETS: dict[str, Callable[[Shape], list[Trial]]] = {
-    f.__name__: f for f in (table4, table5, table8, table8_8bit, default_search, compact, wire, blend, sites)
+    f.__name__: f for f in (table4, table5, table8, table8_8bit, default_search, compact, combined, no_feedback, wire, blend, sites)
 }
 
 

@@ -61,6 +61,7 @@ class Emulation:
         gain: (first, last): gain of the correction at the first and at the last site, linear in between.
         lag: sites after which a residual is returned; 2 keeps attention and MLP sites apart.
         quantize_own: an owner rounds its own segment as its peers do, so that a value does not depend on who owns it.
+        signs: a fixed pattern of signs before the rotation, so that a block of equal values does not become one large one.
     """
 
     body: Wire
@@ -69,6 +70,7 @@ class Emulation:
     gain: tuple[float, float] = (1.0, 1.0)
     lag: int = 1
     quantize_own: bool = False
+    signs: bool = False
 
     @property
     def block(self) -> int:
@@ -138,14 +140,14 @@ class EmulatedBackend(VirtualBackend):
         setting = self.emulation
         flat = x.detach().reshape(self.world_size, -1)
         cut = partition(flat.shape[1], self.world_size, setting.block)
-        compensated = turn(reference.to_blocks(flat, cut, PLAIN).flatten(-2), setting.rotation)
+        compensated = turn(reference.to_blocks(flat, cut, PLAIN).flatten(-2), setting.rotation, setting.signs)
         if state is not None and len(state.residuals) == setting.lag:
             returned, gain = state.residuals.pop(0), setting.gain_at(site, self.sites)
             compensated = compensated + (returned if gain == 1.0 else returned * gain)
         values, residual = exchange(compensated, setting.wire(quant.bits), algorithm, setting.quantize_own)
         if state is not None:
             state.residuals.append(residual)
-        return reference.leave(turn(values, setting.rotation), PLAIN, cut, x.shape[1:], x.dtype)
+        return reference.leave(turn_back(values, setting.rotation, setting.signs), PLAIN, cut, x.shape[1:], x.dtype)
 
 
 def exchange(compensated: Tensor, wire: Wire, algorithm: str, quantize_own: bool = False) -> tuple[Tensor, Tensor]:
@@ -169,9 +171,26 @@ def exchange(compensated: Tensor, wire: Wire, algorithm: str, quantize_own: bool
     return values, residual
 
 
-def turn(values: Tensor, rotation: int) -> Tensor:
-    """Hadamard of blocks of `rotation` values along the last dimension; turns back too."""
-    return values if rotation == 0 else hadamard(values.unflatten(-1, (-1, rotation))).flatten(-2)
+def turn(values: Tensor, rotation: int, signs: bool = False) -> Tensor:
+    """Hadamard of blocks of `rotation` values along the last dimension, after the pattern of signs."""
+    if rotation == 0:
+        return values
+    blocks = values.unflatten(-1, (-1, rotation))
+    return hadamard(blocks * sign_pattern(blocks) if signs else blocks).flatten(-2)
+
+
+def turn_back(values: Tensor, rotation: int, signs: bool = False) -> Tensor:
+    """Inverse of `turn`."""
+    if rotation == 0:
+        return values
+    blocks = hadamard(values.unflatten(-1, (-1, rotation)))
+    return (blocks * sign_pattern(blocks) if signs else blocks).flatten(-2)
+
+
+def sign_pattern(like: Tensor) -> Tensor:
+    """The same +1 and -1 for every block [*batch, rotation]."""
+    generator = torch.Generator().manual_seed(0)
+    return (2.0 * torch.randint(0, 2, (like.shape[-1],), generator=generator) - 1.0).to(like)
 
 
 def emulated_bits(emulation: Emulation, config: EchoConfig, world_size: int, numel: int, sites: int) -> float:

@@ -14,7 +14,7 @@ from echoreduce.integrations.evaluation import bits_per_value
 from echoreduce.session import Session
 from echoreduce.sites import edges, uniform
 from echoreduce.virtual import VirtualBackend
-from emulation import EmulatedBackend, Emulation, Wire, emulated_bits, exchange
+from emulation import EmulatedBackend, Emulation, Wire, emulated_bits, exchange, turn, turn_back
 from wire_formats import ALWAYS, Codebook, Float8Blocks, Format, GroupGrid, LibraryGrid, OutlierChannels
 
 SITES = 6
@@ -169,3 +169,11 @@ def test_gather_format_and_own_rounding_change_the_bits_and_the_error() -> None:
         for setting in (Emulation(fine, wire), Emulation(wire, wire), Emulation(wire, wire, quantize_own=True))
     ]
     assert errors[0] < errors[1] < errors[2]
+
+
+@pytest.mark.parametrize("signs", [False, True])
+def test_rotation_turns_back_and_signs_spread_a_constant(signs: bool) -> None:
+    x = contributions(3, 1024)
+    torch.testing.assert_close(turn_back(turn(x, 64, signs), 64, signs), x, rtol=1e-5, atol=1e-2)
+    largest = turn(torch.ones(1, 64), 64, signs).abs().max()
+    assert (largest < 4) == signs
