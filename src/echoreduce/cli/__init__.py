@@ -10,7 +10,7 @@ import sys
 import typer
 from rich.console import Console
 
-from echoreduce.cli import bench, check, collectives, demo, evaluate, info, recommend
+from echoreduce.cli import analyze, bench, check, collectives, demo, evaluate, info, recommend
 from echoreduce.errors import EchoReduceError
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (demo, evaluate, recommend, bench, check, info, collectives):
+for command in (demo, evaluate, recommend, analyze, bench, check, info, collectives):
     command.register(app)
 
 

@@ -8,7 +8,8 @@
 KL is the mean over tokens of KL(exact || variant) between next-token distributions, in nats. Why the sum predicts the whole: KL is
 quadratic in a small deviation, and errors of different sites are nearly uncorrelated, so their shares add (Lemma 4 of the paper, where
 ||K_s||**2 / d is the share of a site). Measured against it was "all sites at 4 bits, one of them changed", whose differences drown in
-what the change does to all later roundings (experiments/sensitivity.py, docs/results/sensitivity_smollm2_p4.json).
+what the change does to all later roundings: over 21 assignments on SmolLM2 the two predict KL with correlation 0.997 and 0.41, and with
+rms errors of 5 % and 157 % (experiments/sensitivity.py, docs/results/sensitivity_smollm2_p4.json).
 
 The session's single-step state makes step 1 possible: `ReturningBackend` sums exactly and still returns what the site before it owes.
 

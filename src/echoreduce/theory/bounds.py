@@ -5,7 +5,7 @@ entry of z_k, and q_bar = q / (sqrt(d) sigma_1) is without unit. Results named "
 
 Sharper forms that the paper leaves out stand beside its own (`*_sharp`) and are proved in docs/theory.md.
 
-Leaves out: second order (`remainder`), how the constants of a network are found (`network`, later `estimate`).
+Leaves out: second order (`remainder`), how the constants of a network are found (`network`, `integrations.estimate`).
 Source: the paper, Section 6.2, Appendix A.1 to A.5; docs/theory.md.
 """
 

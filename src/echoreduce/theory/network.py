@@ -6,7 +6,7 @@
 
 The paper states Lemma 3 at gain one (T for phi); the proof only uses Eq. 13, so phi gives every gain.
 
-Cost: N products of d x d matrices; meant for d up to some hundreds. Real models: `estimate` (probes, no matrices).
+Cost: N products of d x d matrices; meant for d up to some hundreds. Real models: `integrations.estimate` (probes, no matrices).
 Source: the paper, Appendix A.3 and A.4.
 """
 
