@@ -32,10 +32,12 @@ from echoreduce.measure.report import write_json
 from echoreduce.measure.timing import Timing, summarize, time_eager, time_graph
 from echoreduce.partition import wire_bytes
 from echoreduce.runtime import baselines
+from echoreduce.runtime import peers as other_packages
 from echoreduce.runtime.baselines import Peer
 from echoreduce.runtime.p2p import P2PBackend
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PEERS_HELP = "nccl, symm_one_shot, symm_two_shot, two_collective_8, _4, deepspeed_8, _4, flashinfer_fp8, several with commas, or none"
 console = Console(soft_wrap=True)
 
 
@@ -67,7 +69,7 @@ def bench(
     step: Annotated[str | None, typer.Option(help="instead of --factor: bytes added from size to size")] = None,
     presets: Annotated[str, typer.Option(help="presets, bits behind a colon: default:4,no_feedback:8")] = "no_feedback,default",
     algorithms: Annotated[str, typer.Option(help="two_shot, one_shot or preset (the preset's own choice), several with commas")] = "preset",
-    peers: Annotated[str, typer.Option(help="nccl, symm_one_shot, symm_two_shot, two_collective_8, two_collective_4, or none")] = "nccl",
+    peers: Annotated[str, typer.Option(help=PEERS_HELP)] = "nccl",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     group_size: Annotated[int, typer.Option(help="values per quantization group")] = 128,
     warmup: Annotated[int, typer.Option(min=0, help="untimed calls")] = 30,
@@ -88,10 +90,11 @@ def bench(
     device = start()
     backend = P2PBackend()
     rows: list[Row] = []
+    left_out: dict[str, str] = {}
     for size in sizes:
         x = contribution(size // DTYPES[dtype].itemsize, DTYPES[dtype], device, dist.get_rank())
         for mode in modes:
-            for name, call, wire, noise in _contenders(x, backend, configs, algorithms.split(","), peers.split(",")):
+            for name, call, wire, noise in _contenders(x, backend, configs, algorithms.split(","), peers.split(","), left_out):
                 row = _row(size, name, mode, _time(call, mode, warmup, iterations, device), wire, noise)
                 rows.append(row)
                 call()
@@ -100,7 +103,7 @@ def bench(
     if dist.get_rank() == 0:
         print_rows(rows)
         if json is not None:
-            missing = baselines.optional_peers()
+            missing = other_packages.missing() | left_out
             write_json(json, rows=[asdict(row) for row in rows], world_size=dist.get_world_size(), dtype=dtype, missing=missing)
         if plot is not None:
             draw(rows, plot)
@@ -136,20 +139,17 @@ def contribution(numel: int, dtype: torch.dtype, device: torch.device, rank: int
 
 
 def _contenders(
-    x: Tensor, backend: P2PBackend, configs: list[tuple[str, EchoConfig]], algorithms: list[str], peers: list[str]
+    x: Tensor, backend: P2PBackend, configs: list[tuple[str, EchoConfig]], algorithms: list[str], peers: list[str], left_out: dict[str, str]
 ) -> list[tuple[str, Callable[[], Any], int, float | None]]:
     """(name, call, wire bytes, SQNR) of everything that is timed at this size, each checked."""
     world_size = dist.get_world_size()
     every = [contribution(x.numel(), x.dtype, x.device, rank) for rank in range(world_size)]
     exact = sum((each.float() for each in every[1:]), every[0].float())
     found: list[tuple[str, Callable[[], Any], int, float | None]] = []
-    for peer in _peers(x, peers):
+    for peer in make_peers(x, peers, left_out):
         peer.call()
         torch.cuda.synchronize()
-        noise = sqnr_db(peer.result[: x.numel()], exact)
-        if noise < (40.0 if peer.exact else 10.0):
-            raise CheckError(f"{peer.name}: the sum is wrong (SQNR {noise:.1f} dB)")
-        found.append((peer.name, peer.call, 2 * (world_size - 1) * x.numel() * x.element_size() // world_size, noise))
+        found.append((peer.name, peer.call, peer.wire, check_peer(peer, every, exact)))
     for name, config in configs:
         for algorithm in algorithms:
             chosen = config.algorithm_for(world_size, x.numel()) if algorithm == "preset" else algorithm
@@ -171,7 +171,8 @@ def _ours(x: Tensor, backend: P2PBackend, config: EchoConfig, algorithm: str) ->
     return lambda: backend.all_reduce(x, config.quant, algorithm, state, out=y), y
 
 
-def _peers(x: Tensor, names: list[str]) -> list[Peer]:
+def make_peers(x: Tensor, names: list[str], left_out: dict[str, str]) -> list[Peer]:
+    """The named competitors for this tensor; one that some rank cannot run is left out on all, its reason added to `left_out`."""
     group = dist.group.WORLD
     assert group is not None, "the process group is up"
     makers: dict[str, Callable[[], Peer]] = {
@@ -180,6 +181,9 @@ def _peers(x: Tensor, names: list[str]) -> list[Peer]:
         "symm_two_shot": lambda: baselines.symmetric(x, group, "two_shot"),
         "two_collective_8": lambda: baselines.two_collective(x, group, preset("int8").quant),
         "two_collective_4": lambda: baselines.two_collective(x, group, preset("no_feedback").quant),
+        "deepspeed_8": lambda: other_packages.deepspeed_two_collective(x, group, 8),
+        "deepspeed_4": lambda: other_packages.deepspeed_two_collective(x, group, 4),
+        "flashinfer_fp8": lambda: other_packages.flashinfer_fp8(x, group),
     }
     made = []
     for name in names:
@@ -187,12 +191,36 @@ def _peers(x: Tensor, names: list[str]) -> list[Peer]:
             continue
         if name not in makers:
             raise ConfigError(f"--peers: unknown {name!r}; known are {', '.join(makers)} and none")
+        peer, reason = None, "another rank cannot run it"
         try:
-            made.append(makers[name]())
+            peer = makers[name]()
         except (BackendUnavailable, RuntimeError) as error:
+            reason = str(error)
+        everywhere = torch.tensor([peer is not None], dtype=torch.int32, device=x.device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        if peer is not None and bool(everywhere):
+            made.append(peer)
+        elif left_out.get(name) != reason:
+            left_out[name] = reason
             if dist.get_rank() == 0:
-                console.print(f"{name} is left out: {error}", markup=False)
+                console.print(f"{name} is left out: {reason}", markup=False)
     return made
+
+
+def check_peer(peer: Peer, every: list[Tensor], exact: Tensor) -> float:
+    """SQNR of the competitor's result in dB.
+
+    Raises:
+        CheckError: it is below 40 dB (16-bit sum) or 10 dB (quantized), or a value is further off than the peer's grid allows.
+    """
+    result = peer.result[: exact.numel()]
+    noise = sqnr_db(result, exact)
+    if not noise >= (40.0 if peer.exact else 10.0):
+        raise CheckError(f"{peer.name}: the sum is wrong (SQNR {noise:.1f} dB)")
+    bad = None if peer.allowed is None else first_bad(result, exact, peer.allowed(every, exact))
+    if bad is not None:
+        raise CheckError(f"{peer.name}: value {bad} is {float(result[bad])}, the exact sum {float(exact[bad])}")
+    return noise
 
 
 def _same_everywhere(y: Tensor, name: str) -> None:

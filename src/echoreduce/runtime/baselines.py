@@ -2,13 +2,12 @@
 
 Each gives a call without arguments that leaves the sum of the ranks' tensors in its `result`. A peer that cannot run says why.
 
-Leaves out: DeepSpeed's and FlashInfer's own kernels, reported as missing unless they are installed (`optional_peers`).
+Leaves out: competitors that come with other packages (`peers`).
 Source: the paper, Table 2; torch.distributed._symmetric_memory.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from echoreduce.config import QuantConfig
 from echoreduce.errors import BackendUnavailable
 from echoreduce.kernels.spec import Spec, landing_bytes
+from echoreduce.measure.numeric import bound
 from echoreduce.partition import partition
 from echoreduce.runtime.c10d import all_gather_single
 from echoreduce.runtime.pipeline import COMPILE_OPTIONS, DTYPE_NAMES
@@ -36,19 +36,23 @@ class Peer:
         name: as in tables.
         call: one all-reduce on the current stream.
         result: tensor that holds the sum afterwards; calls repeated on their own result grow, so checks use the first call only.
+        wire: bytes that one rank sends over links in one call.
         exact: whether the sum is 16-bit (else quantized).
+        allowed: (contributions of all ranks, exact sum) -> largest error of each value, fp32, flat; None: judged by SQNR alone.
     """
 
     name: str
     call: Callable[[], Any]
     result: Tensor
+    wire: int
     exact: bool = True
+    allowed: Callable[[list[Tensor], Tensor], Tensor] | None = None
 
 
 def nccl(x: Tensor, group: dist.ProcessGroup) -> Peer:
     """The process group's own all-reduce, in place on a copy."""
     copy = x.clone()
-    return Peer(dist.get_backend(group), lambda: dist.all_reduce(copy, group=group), copy)
+    return Peer(dist.get_backend(group), lambda: dist.all_reduce(copy, group=group), copy, _sent(x, group))
 
 
 def symmetric(x: Tensor, group: dist.ProcessGroup, which: str) -> Peer:
@@ -62,14 +66,21 @@ def symmetric(x: Tensor, group: dist.ProcessGroup, which: str) -> Peer:
     operators = torch.ops.symm_mem
     if x.numel() * x.element_size() % (SYMMETRIC_ALIGNMENT * dist.get_world_size(group)):
         raise BackendUnavailable(f"symmetric-memory {which} needs a multiple of 16 bytes a rank, got {x.numel()} values")
+    whole = (dist.get_world_size(group) - 1) * x.numel() * x.element_size()
     buffer = memory.empty(x.numel(), dtype=x.dtype, device=x.device)
     memory.rendezvous(buffer, group)
     buffer.copy_(x.reshape(-1))
     name = group.group_name
     if which == "one_shot":
         result = torch.empty_like(buffer)
-        return Peer("symm_mem one-shot", lambda: operators.one_shot_all_reduce_out(buffer, "sum", name, result), result)
-    return Peer("symm_mem two-shot", lambda: operators.two_shot_all_reduce_(buffer, "sum", name), buffer)
+        return Peer("symm_mem one-shot", lambda: operators.one_shot_all_reduce_out(buffer, "sum", name, result), result, whole)
+    return Peer("symm_mem two-shot", lambda: operators.two_shot_all_reduce_(buffer, "sum", name), buffer, _sent(x, group))
+
+
+def _sent(x: Tensor, group: dist.ProcessGroup) -> int:
+    """Bytes a rank sends in a bandwidth-optimal 16-bit all-reduce, 2 (P - 1) / P of the tensor (Patarasuk and Yuan, 2009)."""
+    world_size = dist.get_world_size(group)
+    return 2 * (world_size - 1) * x.numel() * x.element_size() // world_size
 
 
 def two_collective(x: Tensor, group: dist.ProcessGroup, quant: QuantConfig) -> Peer:
@@ -107,12 +118,7 @@ def two_collective(x: Tensor, group: dist.ProcessGroup, quant: QuantConfig) -> P
         all_gather_single(sent, rounded, group=group)
         dequantize(sent.data_ptr(), result, x.numel(), *shape, spec, **options)
 
-    return Peer(f"two-collective {quant.bits}-bit", call, result, exact=False)
+    def allowed(every: list[Tensor], exact: Tensor) -> Tensor:
+        return bound(every, exact, quant, x.dtype)
 
-
-def optional_peers() -> dict[str, str]:
-    """Competitors that come with other packages, and why they are not in the table."""
-    return {
-        name: "installed, but its kernels are not wired up here" if importlib.util.find_spec(name) else "not installed"
-        for name in ("deepspeed", "flashinfer")
-    }
+    return Peer(f"two-collective {quant.bits}-bit", call, result, 2 * (world_size - 1) * area, exact=False, allowed=allowed)
