@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
@@ -254,18 +255,20 @@ def print_lines(lines: list[Line], title: str) -> None:
     for world_size in dict.fromkeys(line.key.world_size for line in lines):
         here = [line for line in lines if line.key.world_size == world_size]
         table = Table(
+            box=SIMPLE_HEAD,
+            padding=(0, 0, 0, 1),
             title=f"{title}, P = {world_size}",
-            caption=f"score: acc, two-sided exact test against 16-bit, * below {SIGNIFICANCE:g}; norm: by characters; KL in nats",
+            caption=f"acc and norm (by characters) in %; p: two-sided exact test against 16-bit, * below {SIGNIFICANCE:g}; KL in nats",
             title_justify="left",
             caption_justify="left",
         )
-        table.add_column("task")
-        table.add_column("variant")
-        for name in ("n", "acc %", "change", "norm %", "right/wrong", "changed", "KL", "p"):
-            table.add_column(name, justify="right")
+        table.add_column("task (n), variant", min_width=16, overflow="fold")
+        for name in ("acc", "change", "norm", "flips", "KL", "p"):
+            table.add_column(name, justify="right", no_wrap=True)
         for name, group in grouped(here):
+            table.add_row(f"{name.removeprefix('bigbench_')} ({group[0][1].examples})")
             for index, (variant, found) in enumerate(group):
-                table.add_row(name if index == 0 else "", variant, *cells(found), end_section=index == len(group) - 1)
+                table.add_row(f"  {variant}", *cells(found), end_section=index == len(group) - 1)
         console.print(table)
 
 
@@ -279,14 +282,12 @@ def grouped(lines: list[Line]) -> Iterator[tuple[str, list[tuple[str, Comparison
 
 
 def cells(found: Comparison) -> tuple[str, ...]:
-    """n, accuracy and its standard error, change, acc_norm, flips, changed answers, KL, p."""
+    """Accuracy and its standard error, change, acc_norm, flips, KL, p."""
     return (
-        str(found.examples),
         f"{100 * found.accuracy:.1f} ± {100 * found.standard_error:.1f}",
         f"{100 * (found.accuracy - found.exact):+.1f}",
         f"{100 * found.accuracy_norm:.1f}",
-        f"+{found.gained} / -{found.lost}",
-        str(found.changed),
+        f"+{found.gained}/-{found.lost}",
         f"{found.divergence:.2g}",
-        f"{found.p_value:.2f}{'*' if found.significant else ''}",
+        f"{found.p_value:.2g}{'*' if found.significant else ' '}",
     )
