@@ -47,20 +47,23 @@ def draw(lines: list[Line], folder: Path) -> list[Path]:
 
 
 def frontier_picture(run: Run, text: str, found: dict[str, Line]) -> Any:
-    """Bits per value against increase of perplexity and KL, both axes logarithmic; the lower hull of the KL with names."""
+    """Bits per value against increase of perplexity and KL, both axes logarithmic; the frontier of the KL with names."""
     points = {name: [found[t.name] for t in SETS[name](run.shape) if t.name in found] for name in COLORS}
     if not any(points.values()):
         return None
     figure, axes = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
     for axis, (measure, label) in zip(axes, LABELS.items()):
         low_bit = {name: [line for line in lines if line[measure] > 0 and line["bits_per_value"] < 9] for name, lines in points.items()}
-        for name, lines in low_bit.items():
+        for name, lines in ((name, lines) for name, lines in low_bit.items() if lines):
             xs, ys = ([line[part] for line in lines] for part in ("bits_per_value", measure))
             axis.scatter(xs, ys, s=12, color=COLORS[name], label=name)
         best = frontier([line for lines in low_bit.values() for line in lines], measure)
         axis.plot([line["bits_per_value"] for line in best], [line[measure] for line in best], color="tab:red", linewidth=0.8)
-        for line in best:
-            axis.annotate(line["name"], (line["bits_per_value"], line[measure]), fontsize=5, rotation=25)
+        if measure == "kl":
+            for number, line in enumerate(best, 1):
+                axis.annotate(str(number), (line["bits_per_value"], line[measure]), (3, 3), textcoords="offset points", fontsize=7)
+            names = "\n".join(f"{number} {line['name']}" for number, line in enumerate(best, 1))
+            axis.text(1.02, 1.0, names, transform=axis.transAxes, va="top", fontsize=7)
         axis.set(xscale="log", yscale="log", xlabel="bits per value of the message", ylabel=label)
         axis.set_xticks([3, 4, 5, 6, 8], ["3", "4", "5", "6", "8"])
         axis.minorticks_off()
