@@ -17,7 +17,7 @@ from typing import Literal
 from echoreduce.errors import ConfigError
 from echoreduce.sites import SitePolicy, Uniform, check_bits, early_half, edges, uniform
 
-Policy = Literal["symmetric", "asymmetric", "zero_aware"]
+Policy = Literal["symmetric", "asymmetric", "zero_aware", "compact"]
 Rotation = Literal["none", "hadamard"]
 QParams = Literal["auto", "bf16", "fp16"]
 Residual = Literal["none", "group", "local"]
@@ -27,6 +27,9 @@ Rescale = Literal["none", "backward"]
 
 #: 2, 4 and 8 are for worked examples and tests; the kernels take 16 and more.
 GROUP_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
+
+#: Widest codes that `compact` packs: 16 bits hold a zero point of 6 bits and a scale of 8 exponent and 2 mantissa bits.
+COMPACT_BITS = 6
 
 #: `algorithm="auto"` takes one-shot at P = 2 for messages of fewer values (128 MiB in 16 bits). One-shot has half the error there and
 #: sends the same bytes; above, its sum over all values instead of half of them costs a tenth of the time (docs/kernels.md).
@@ -46,7 +49,9 @@ class QuantConfig:
         bits: bits of a code, 2 to 8; 16 sends the values as they are (an exact pass-through).
         group_size: consecutive values that share one scale: 16, 32, 64, 128 or 256 (smaller ones for worked examples).
         policy: `symmetric` (Eq. 8), `asymmetric` (grid anchored at the group's minimum), or `zero_aware` (integer zero point
-            where the group straddles zero, the minimum as offset where it lies on one side; Section 4.3).
+            where the group straddles zero, the minimum as offset where it lies on one side; Section 4.3), or `compact` (always an
+            integer zero point, which shares one 16-bit word with the scale; for rotated values, which straddle zero; codes of
+            7 and 8 bits leave the scale too little room and are sent as `zero_aware`).
         rotation: `hadamard` turns each group by the orthonormal Walsh-Hadamard matrix before it is quantized.
         qparams: 16-bit type of scale and offset; `auto` is fp16 for fp16 data and bf16 for bf16 and fp32 data.
     """
@@ -60,7 +65,7 @@ class QuantConfig:
     def __post_init__(self) -> None:
         check_bits(self.bits)
         _one_of("group_size", self.group_size, GROUP_SIZES)
-        _one_of("policy", self.policy, ("symmetric", "asymmetric", "zero_aware"))
+        _one_of("policy", self.policy, ("symmetric", "asymmetric", "zero_aware", "compact"))
         _one_of("rotation", self.rotation, ("none", "hadamard"))
         _one_of("qparams", self.qparams, ("auto", "bf16", "fp16"))
         narrowest = {2: 2, 4: 4, 8: 8, 16: 8}.get(self.bits, 1)  # bits of the narrowest code plane, see `quant.packing`
@@ -72,9 +77,14 @@ class QuantConfig:
         return self if bits == self.bits else replace(self, bits=bits)
 
     @property
+    def layout(self) -> Policy:
+        """The policy by which groups are really sent: `policy`, but `zero_aware` for `compact` codes of more than 6 bits."""
+        return "zero_aware" if self.policy == "compact" and self.bits > COMPACT_BITS else self.policy
+
+    @property
     def qparams_per_group(self) -> int:
-        """16-bit parameters a group sends: 1 (scale) for `symmetric`, else 2 (scale, and zero point or offset)."""
-        return 1 if self.policy == "symmetric" else 2
+        """16-bit words a group sends: 1 (`symmetric`: scale, `compact`: scale and zero point), else 2 (scale, and zero point or offset)."""
+        return 1 if self.layout in ("symmetric", "compact") else 2
 
     def group_bytes(self) -> int:
         """Bytes of one group on the wire: codes and qparams. 68 for 128 values at 4 bits with zero point."""

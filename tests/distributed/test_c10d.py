@@ -55,6 +55,7 @@ def test_outputs_equal_the_reference_on_every_rank(pool: RankPool, world_size: i
             (4, "symmetric", "none", "one_shot"),
             (5, "asymmetric", "none", "two_shot"),
             (8, "zero_aware", "none", "one_shot"),
+            (4, "compact", "hadamard", "two_shot"),
         )
     ]
     hashes = pool.run(many_calls, world_size, cases)

@@ -54,6 +54,17 @@ CASES = [
     (2, "two_shot", QuantConfig(bits=2, group_size=256), NO_FEEDBACK, torch.bfloat16, 1600, {}),
     (2, "one_shot", QuantConfig(bits=3, policy="symmetric", group_size=16), NO_FEEDBACK, torch.float16, 1600, {}),
     (2, "two_shot", QuantConfig(bits=7, policy="asymmetric", group_size=32), FeedbackConfig(state="float8_e5m2"), torch.float32, 1600, {}),
+    (
+        3,
+        "two_shot",
+        QuantConfig(policy="compact", group_size=64, rotation="hadamard"),
+        FeedbackConfig(state="float8_e4m3"),
+        torch.bfloat16,
+        3001,
+        {},
+    ),
+    (2, "one_shot", QuantConfig(bits=6, policy="compact", group_size=32), FeedbackConfig(), torch.float32, 2003, {}),
+    (2, "two_shot", QuantConfig(bits=2, policy="compact"), NO_FEEDBACK, torch.float16, 1601, {}),
     (2, "two_shot", QuantConfig(group_size=16), FeedbackConfig(), torch.bfloat16, 3001, {"largest_half": 1 << 12}),
     (2, "one_shot", QuantConfig(), PAPER, torch.bfloat16, 20001, {"largest_half": 1 << 14}),
 ]

@@ -12,7 +12,7 @@ from echoreduce.errors import DTypeError
 from echoreduce.quant import codec
 from echoreduce.quant.grid import SMALLEST_BF16_SCALE, fit, from_wire, qparams_dtype, round_down, round_up, to_wire
 
-POLICIES = ("symmetric", "asymmetric", "zero_aware")
+POLICIES = ("symmetric", "asymmetric", "zero_aware", "compact")
 HALVES = (torch.bfloat16, torch.float16)
 
 

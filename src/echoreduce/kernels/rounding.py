@@ -85,6 +85,17 @@ def constant(value: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
+def nan_word(spec: tl.constexpr):
+    """The qparams of a group that is not finite."""
+    if spec.compact:
+        return ((255 << spec.mantissa) | (1 << (spec.mantissa - 1))) << spec.bits
+    elif spec.half_qparams:
+        return 0x7E00
+    else:
+        return 0x7FC0
+
+
+@triton.jit
 def fit(x, spec: tl.constexpr):
     """Grid of each group of a tile.
 
@@ -92,6 +103,11 @@ def fit(x, spec: tl.constexpr):
         scale, inverse, zero (a float), offset, word (qparams as they travel), finite; each [rows].
     """
     low, high = extent(x, spec)
+    if spec.compact:
+        low = tl.where(low > 0, 0.0, low)  # NaN stays
+        high = tl.where(high < 0, 0.0, high)
+        raw = tl.math.div_rn(0.5 * high - 0.5 * low, constant(0.5 * spec.top, spec))
+        return _finish_compact(raw, low, spec)
     if spec.symmetric:
         raw = tl.math.div_rn(tl.maximum(high, -low), constant(spec.limit, spec))
         one_sided = low != low
@@ -140,6 +156,26 @@ def _finish(raw, low, one_sided, offset_bits, spec: tl.constexpr):
 
 
 @triton.jit
+def _finish_compact(raw, low, spec: tl.constexpr):
+    """As `_finish`, for a scale and a zero point in one word."""
+    dropped: tl.constexpr = 23 - spec.mantissa
+    unit: tl.constexpr = 1 << spec.mantissa  # of the exponent
+    size = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = size < 0x7F800000
+    field = (tl.where(finite, size, 0) + ((1 << dropped) - 1)) >> dropped
+    field = tl.where((field > 0) & (field < unit), unit, field)
+    finite = finite & (field < 255 * unit)
+    field = tl.where(finite, field, 255 * unit + unit // 2)
+    scale = (field << dropped).to(tl.float32, bitcast=True)
+    inverse = tl.where(field == 0, 0.0, tl.math.div_rn(constant(1.0, spec), tl.where(field == 0, 1.0, scale)))
+    centred = (-low * inverse + MAGIC) - MAGIC
+    centred = tl.minimum(tl.maximum(centred, 0.0), spec.top * 1.0)
+    zero = tl.where(finite, centred, 0.0)
+    word = (field << spec.bits) | zero.to(tl.int32)
+    return scale, inverse, zero, constant(0.0, spec), word, finite
+
+
+@triton.jit
 def rows4(v):
     """[rows] to [1, rows, 1, 1]."""
     return v[None, :, None, None]
@@ -151,6 +187,9 @@ def round_values(x, inverse, zero, offset, spec: tl.constexpr):
     if spec.symmetric:
         rounded = x * rows4(inverse) + MAGIC
         return tl.minimum(rounded, MAGIC + spec.limit)
+    elif spec.compact:
+        rounded = x * rows4(inverse) + MAGIC
+        return tl.minimum(rounded, rows4(spec.top - zero + MAGIC))
     else:
         rounded = (x - rows4(offset)) * rows4(inverse) + MAGIC
         return tl.minimum(rounded, rows4(spec.top - zero + MAGIC))
@@ -159,7 +198,7 @@ def round_values(x, inverse, zero, offset, spec: tl.constexpr):
 @triton.jit
 def reconstruct(level, scale, offset, spec: tl.constexpr):
     """Value of each level; scale and offset broadcast against it."""
-    if spec.symmetric:
+    if spec.one_word:
         return level * scale
     elif spec.policy == "asymmetric":
         return level * scale + offset
@@ -202,6 +241,10 @@ def read_word(word, spec: tl.constexpr):
     """Grid of each group from its wire word: scale, zero (a float), offset; each [rows]."""
     if spec.symmetric:
         return widen(word & 0x7FFF, spec), constant(spec.limit, spec), constant(0.0, spec)
+    elif spec.compact:
+        field = (word & 0xFFFF) >> spec.bits
+        scale = (field << (23 - spec.mantissa)).to(tl.float32, bitcast=True)
+        return scale, (word & spec.top).to(tl.float32), constant(0.0, spec)
     else:
         one_sided = (word & 0x8000) != 0
         second = (word >> 16) & 0xFFFF

@@ -40,7 +40,7 @@ class Spec:
         rank: this rank in its group.
         bits: 2 to 8.
         group_size: values per group, g: 16 to 256.
-        policy: `symmetric`, `asymmetric` or `zero_aware`.
+        policy: `symmetric`, `asymmetric`, `zero_aware` or `compact` (as `QuantConfig.layout` says).
         rotate: Hadamard rotation inside each group.
         half_qparams: qparams are fp16 (else bf16).
         dtype: of the data: `bf16`, `fp16` or `fp32`.
@@ -138,8 +138,23 @@ class Spec:
 
     @property
     def symmetric(self) -> bool:
-        """One 16-bit parameter a group instead of two."""
+        """The grid has zero in its middle and no zero point."""
         return self.policy == "symmetric"
+
+    @property
+    def compact(self) -> bool:
+        """Scale and zero point share one 16-bit word."""
+        return self.policy == "compact"
+
+    @property
+    def one_word(self) -> bool:
+        """One 16-bit word of qparams a group instead of two."""
+        return self.symmetric or self.compact
+
+    @property
+    def mantissa(self) -> int:
+        """Mantissa bits of a compact scale."""
+        return 8 - self.bits
 
     @property
     def slots(self) -> int:
@@ -164,7 +179,7 @@ class Spec:
     @property
     def qparams_bytes(self) -> int:
         """Bytes of a group's qparams."""
-        return 2 if self.symmetric else 4
+        return 2 if self.one_word else 4
 
     @property
     def float8(self) -> bool:

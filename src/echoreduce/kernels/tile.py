@@ -10,7 +10,7 @@ Source: docs/kernels.md.
 import triton
 import triton.language as tl
 
-from echoreduce.kernels.rounding import pack, spread, unpack_codes, unpack_words
+from echoreduce.kernels.rounding import nan_word, pack, spread, unpack_codes, unpack_words
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def _store_plane(landing, groups, at, keep, words, index: tl.constexpr, spec: tl
 @triton.jit
 def store_word(landing, groups, row, real, word, spec: tl.constexpr):
     """Write the qparams of a tile's groups."""
-    if spec.symmetric:
+    if spec.one_word:
         tl.store(qparams_at(landing, groups, spec).to(tl.pointer_type(tl.int16)) + row, word.to(tl.int16), mask=real)
     else:
         tl.store(qparams_at(landing, groups, spec).to(tl.pointer_type(tl.int32)) + row, word, mask=real)
@@ -204,11 +204,11 @@ def load_codes(landing, groups, row, arrived, spec: tl.constexpr):
     """What a landing area holds for a tile's groups, fp32 [lanes, rows, 8, pieces]; NaN if `arrived` is false (a wait was given up)."""
     at = words_of(row, spec)
     qparams = qparams_at(landing, groups, spec)
-    if spec.symmetric:
+    if spec.one_word:
         word = tl.load(qparams.to(tl.pointer_type(tl.int16)) + row).to(tl.int32)
     else:
         word = tl.load(qparams.to(tl.pointer_type(tl.int32)) + row)
-    word = tl.where(arrived, word, 0x7E00 if spec.half_qparams else 0x7FC0)
+    word = tl.where(arrived, word, nan_word(spec))
     if spec.bits == 8:
         plane = tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16)
         at = words_of(2 * row, spec)

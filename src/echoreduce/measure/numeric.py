@@ -12,6 +12,7 @@ Source: docs/design.md, Section 4; cases.md ("Bound").
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,12 +42,26 @@ def steps(values: Tensor, quant: QuantConfig) -> Tensor:
     if padded > flat.numel():
         flat = torch.cat((flat, flat[-1:].expand(padded - flat.numel())))
     low, high = flat.reshape(-1, size).aminmax(dim=-1)
-    if quant.policy == "symmetric":
+    if quant.layout == "compact":
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        step = (high - low) * (1.0 + 2.0 ** (quant.bits - 8)) / ((1 << quant.bits) - 1)
+    elif quant.policy == "symmetric":
         step = torch.maximum(high, -low) / ((1 << (quant.bits - 1)) - 1)
     else:
         # Rounding the offset down widens a one-sided group by at most one unit in the last place of its minimum.
         step = (high - low + torch.where((low > 0) | (high < 0), low.abs() * 2.0**-7, 0.0)) / ((1 << quant.bits) - 1)
     return step.repeat_interleave(size)[: values.numel()]
+
+
+def turn(values: Tensor, quant: QuantConfig) -> Tensor:
+    """Groups of a flat tensor, padded with its last value, times the orthonormal Hadamard matrix; fp32, flat, padded."""
+    flat = values.reshape(-1).float()
+    short = -flat.numel() % quant.group_size
+    padded = torch.cat((flat, flat[-1:].expand(short))) if short else flat
+    matrix, pair = flat.new_ones(1, 1), flat.new_tensor([[1.0, 1.0], [1.0, -1.0]])
+    while matrix.shape[0] < quant.group_size:
+        matrix = torch.kron(matrix, pair)
+    return (padded.reshape(-1, quant.group_size) @ matrix / math.sqrt(quant.group_size)).reshape(-1)
 
 
 def bound(contributions: list[Tensor], exact: Tensor, quant: QuantConfig, dtype: torch.dtype) -> Tensor:
@@ -58,6 +73,12 @@ def bound(contributions: list[Tensor], exact: Tensor, quant: QuantConfig, dtype:
     Returns:
         fp32, flat. Two-shot sends P - 1 contributions and the sum, one-shot P contributions; this bounds both.
     """
+    if quant.rotation == "hadamard":
+        plain = replace(quant, rotation="none")
+        turned = bound([turn(x, quant) for x in contributions], turn(exact, quant), plain, torch.float32)
+        groups = turned.reshape(-1, quant.group_size).square().sum(-1).sqrt()  # a rotation keeps the length of a group's error
+        spread = groups.repeat_interleave(quant.group_size)[: exact.numel()]
+        return SLACK * spread + exact.abs().float() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
     total = 0.5 * sum((steps(x, quant) for x in contributions), torch.zeros_like(exact, dtype=torch.float32))
     # The rounded sum spans at most the exact one's range plus the error that the contributions brought in.
     levels = (1 << quant.bits) - 1

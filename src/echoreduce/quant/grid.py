@@ -6,6 +6,8 @@ The grid of a group has 2**bits levels, `(code - zero) * scale + offset`. Three 
     asymmetric   offset = minimum, scale = (max - offset) / (2**bits - 1): zero falls between two levels                  (Eq. 9, naive)
     zero_aware   the group straddles zero: zero = round(-min / scale), an integer, so that 0 is a level; offset = 0
                  the group lies on one side of zero: as asymmetric
+    compact      zero_aware with the range of every group widened to include zero: never an offset, so that b bits of zero point and
+                 16 - b bits of scale (8 exponent, 8 - b mantissa bits, rounded up) share one 16-bit word
 
 Where the paper lets the two cases of zero_aware "blend smoothly", ours meet: at min = 0 both give zero = 0 and offset = 0, and a group
 that straddles zero by less than half a step is rounded to the same grid (docs/differences.md).
@@ -75,6 +77,8 @@ def qparams_dtype(quant: QuantConfig, data: torch.dtype) -> torch.dtype:
     """
     if data not in DATA_DTYPES:
         raise DTypeError(f"cannot quantize {data}; accepted are {', '.join(str(d) for d in DATA_DTYPES)}")
+    if quant.layout == "compact":
+        return torch.bfloat16
     if quant.qparams == "auto":
         return torch.float16 if data == torch.float16 else torch.bfloat16
     return torch.float16 if quant.qparams == "fp16" else torch.bfloat16
@@ -101,6 +105,18 @@ def round_down(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(nearest.float() > x, below, nearest).float()
 
 
+def compact_mantissa(bits: int) -> int:
+    """Mantissa bits of a `compact` scale beside a zero point of `bits` bits."""
+    return 8 - bits
+
+
+def round_up_compact(x: Tensor, bits: int) -> Tensor:
+    """Smallest number with 8 exponent and `compact_mantissa(bits)` mantissa bits that is not below x >= 0, as fp32; overflow gives Inf."""
+    dropped = 23 - compact_mantissa(bits)
+    raised = (x.view(torch.int32) + ((1 << dropped) - 1)) >> dropped << dropped
+    return torch.where(torch.isfinite(x), raised.view(torch.float32), x)
+
+
 def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
     """Grid of each group.
 
@@ -114,12 +130,14 @@ def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
     Error: every finite value of a group lies within scale / 2 of a level.
     """
     low, high = groups.amin(-1), groups.amax(-1)  # both let a NaN through; together faster than aminmax on CPU
+    if quant.layout == "compact":
+        low, high = torch.where(low > 0, 0.0, low), torch.where(high < 0, 0.0, high)  # NaN stays
     if quant.policy == "symmetric":
         raw = divide(torch.maximum(high, -low), symmetric_limit(quant.bits))
         offset = torch.zeros_like(low)
         one_sided = torch.zeros_like(low, dtype=torch.bool)
     else:
-        if quant.policy == "zero_aware":
+        if quant.layout in ("zero_aware", "compact"):
             one_sided = (low > 0) | (high < 0)
         else:
             one_sided = torch.ones_like(low, dtype=torch.bool)
@@ -131,7 +149,8 @@ def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
 
 def _finish(raw: Tensor, low: Tensor, offset: Tensor, one_sided: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
     """Round the scale up, mark non-finite groups, and place the zero point."""
-    scale = round_up(raw.abs(), qparams)  # a group of zeros may give -0, whose sign bit would mean an offset
+    raw = raw.abs()  # a group of zeros may give -0, whose sign bit would mean an offset
+    scale = round_up_compact(raw, quant.bits) if quant.layout == "compact" else round_up(raw, qparams)
     if qparams == torch.bfloat16:
         scale = torch.where((scale > 0) & (scale < SMALLEST_BF16_SCALE), SMALLEST_BF16_SCALE, scale)
     finite = torch.isfinite(scale) & torch.isfinite(offset)
@@ -150,8 +169,12 @@ def _finish(raw: Tensor, low: Tensor, offset: Tensor, one_sided: Tensor, quant: 
 def to_wire(grid: Grid, quant: QuantConfig, qparams: torch.dtype) -> Tensor:
     """qparams as they travel: int16 bit patterns, shape [*batch, groups, 1 or 2].
 
-    Word 0 is the scale (its sign bit set where word 1 is an offset), word 1 the zero point as an integer or the offset's bits.
+    `compact`: the zero point in the low `bits` bits, the scale's exponent and mantissa above it. Else word 0 is the scale (its sign bit
+    set where word 1 is an offset), word 1 the zero point as an integer or the offset's bits.
     """
+    if quant.layout == "compact":
+        field = grid.scale.view(torch.int32) >> (23 - compact_mantissa(quant.bits))
+        return (field << quant.bits | grid.zero.to(torch.int32)).to(torch.int16).unsqueeze(-1)
     scale = grid.scale.to(qparams).view(torch.int16)
     if quant.policy == "symmetric":
         return scale.unsqueeze(-1)
@@ -169,6 +192,12 @@ def from_wire(words: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
         The grid that the sender used (`inverse` is recomputed, for feedback only).
     """
     first = words[..., 0].contiguous()
+    if quant.layout == "compact":
+        word = first.to(torch.int32) & 0xFFFF
+        scale = (word >> quant.bits << (23 - compact_mantissa(quant.bits))).view(torch.float32)
+        inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+        zero = (word & levels(quant.bits)).float()
+        return Grid(scale, inverse, zero, torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.bool))
     scale = (first & 0x7FFF).view(qparams).float()
     if quant.policy == "symmetric":
         one_sided = torch.zeros_like(scale, dtype=torch.bool)

@@ -95,7 +95,7 @@ def two_collective(x: Tensor, group: dist.ProcessGroup, quant: QuantConfig) -> P
         dist.get_rank(group),
         bits=quant.bits,
         group_size=quant.group_size,
-        policy=quant.policy,
+        policy=quant.layout,
         dtype=DTYPE_NAMES[x.dtype],
         half_qparams=x.dtype == torch.float16,
         even=cut.padded == cut.numel,

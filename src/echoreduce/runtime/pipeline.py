@@ -25,7 +25,7 @@ from echoreduce.runtime.workspace import Workspace
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DTYPE_CODES = {name: code for code, name in enumerate(DTYPE_NAMES.values())}
-POLICIES = ("symmetric", "asymmetric", "zero_aware")
+POLICIES = ("symmetric", "asymmetric", "zero_aware", "compact")
 RESIDUALS = ("none", "group", "local")
 ALGORITHMS = ("two_shot", "one_shot")
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
@@ -104,7 +104,7 @@ def _spec(site: Site, cut: Partition, world_size: int, rank: int, native: bool, 
         rank=rank,
         bits=site.quant.bits,
         group_size=site.quant.group_size,
-        policy=site.quant.policy,
+        policy=site.quant.layout,
         rotate=site.quant.rotation == "hadamard",
         half_qparams=qparams_dtype(site.quant, site.dtype) == torch.float16,
         dtype=DTYPE_NAMES[site.dtype],
@@ -153,7 +153,7 @@ def settings_text(numel: int, code: int) -> str:
     residual, algorithm, rotate, policy, group_size, bits, dtype = parts
     name = list(DTYPE_CODES)[dtype] if dtype < len(DTYPE_CODES) else "unknown dtype"
     return (
-        f"{numel} values {name}, {bits} bits, group_size {group_size}, {POLICIES[policy % 3]}{', rotated' if rotate else ''}, "
+        f"{numel} values {name}, {bits} bits, group_size {group_size}, {POLICIES[policy]}{', rotated' if rotate else ''}, "
         f"{ALGORITHMS[algorithm]}, residual {RESIDUALS[residual % 3]}"
     )
 
