@@ -84,7 +84,7 @@ def emulated(
 def table4(shape: Shape) -> list[Trial]:
     """Perplexity at 16, 8 and 4 bits."""
     names = {"16-bit": "exact", "8-bit": "int8", "no feedback": "no_feedback"}
-    return [Trial(name, PRESETS[names.get(name, name)]) for name in (*names, "paper", "paper_early", "default")]
+    return [Trial(name, PRESETS[names.get(name, name)]) for name in (*names, "paper", "paper_early", "fast", "default", "accurate")]
 
 
 def table5(shape: Shape) -> list[Trial]:

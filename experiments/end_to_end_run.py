@@ -28,7 +28,7 @@ from echoreduce.session import Session
 from launch import Ranks
 from reducers import EchoReducer, ExactReducer, NoReducer, Reducer
 
-VARIANTS = ("nccl", "none", "default", "paper", "no_feedback")
+VARIANTS = ("nccl", "none", "fast", "default", "paper", "no_feedback")
 #: For the estimate only.
 FLOPS_PER_GPU = 600e12
 #: A short prefill of the whole model may differ so much from the exact one, relative to its norm.

@@ -33,6 +33,7 @@ HIGH = 3.5 / 3.0
 VARIANTS = {
     "exact": Variant(PRESETS["exact"]),
     "default": Variant(PRESETS["default"]),
+    "fast": Variant(PRESETS["fast"]),
     "no_feedback": Variant(PRESETS["no_feedback"]),
     "paper": Variant(PRESETS["paper"], backend="c10d"),
     "paper_bf16": Variant(replace(PRESETS["paper"], quant=QuantConfig(qparams="bf16"), rescale="none")),

@@ -71,7 +71,7 @@ def bench(
     algorithms: Annotated[str, typer.Option(help="two_shot, one_shot or preset (the preset's own choice), several with commas")] = "preset",
     peers: Annotated[str, typer.Option(help=PEERS_HELP)] = "nccl",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
-    group_size: Annotated[int, typer.Option(help="values per quantization group")] = 128,
+    group_size: Annotated[int | None, typer.Option(help="values per quantization group; default: each preset's own")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="untimed calls")] = 30,
     iterations: Annotated[int, typer.Option(min=1, help="timed calls")] = 80,
     graph: Annotated[str, typer.Option(help="eager, graph (ten calls in a CUDA graph) or both")] = "both",
@@ -110,7 +110,7 @@ def bench(
     dist.destroy_process_group()
 
 
-def _config(text: str, group_size: int) -> tuple[str, EchoConfig]:
+def _config(text: str, group_size: int | None) -> tuple[str, EchoConfig]:
     name, _, bits = text.partition(":")
     config = preset(name, bits=int(bits) if bits else None, group_size=group_size)
     return f"{name} {config.quant.bits}-bit", config

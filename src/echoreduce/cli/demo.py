@@ -24,7 +24,7 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="Hugging Face folder or .gguf (default: SmolLM2-135M from its package)")] = None,
     text: Annotated[Path | None, typer.Option(help="text file (default: Wikipedia lead sections from their package)")] = None,
     world_size: Annotated[int, typer.Option("--world-size", "-P", min=2, help="number of processes")] = 2,
-    group_size: Annotated[int, typer.Option(help="values a quantization group")] = 64,
+    group_size: Annotated[int | None, typer.Option(help="values a quantization group; default: each preset's own")] = None,
     window: Annotated[int, typer.Option(min=1, help="predicted tokens a window")] = 512,
     count: Annotated[int, typer.Option("--windows", min=1, help="number of windows")] = 4,
     output: Annotated[Path, typer.Option(help="folder for demo.png and demo.json")] = Path(),
@@ -37,9 +37,10 @@ def demo(
         tokens = windows(tokenizer, read_text(words), window, count)
     plan = Plan(source, tokens, summary_variants(group_size), world_size, 1, "float32", "cpu", Backend.processes, observe=True)
     results = run(plan, loaded)
-    shown = f"SmolLM2-135M, {count} windows of {window} tokens of Wikipedia, {world_size} gloo processes, g = {group_size}"
+    grouped = "" if group_size is None else f", g = {group_size}"
+    shown = f"SmolLM2-135M, {count} windows of {window} tokens of Wikipedia, {world_size} gloo processes{grouped}"
     if model is not None or text is not None:
-        shown = f"{source.name} on {words.name}, {count} windows of {window} tokens, {world_size} gloo processes, g = {group_size}"
+        shown = f"{source.name} on {words.name}, {count} windows of {window} tokens, {world_size} gloo processes{grouped}"
     print_results(results, shown, "16-bit is the exact sum; the weights were 4-bit already (Q4_1, dequantized)")
     console.print("Every rank computed the same likelihood, bit for bit. error/site: injected by one all-reduce; a pass has 60.")
     save_results(results, output / "demo.json", model=source.name, text=words.name, windows=count, window=window, world_size=world_size)

@@ -89,7 +89,9 @@ def evaluate(
         list[Path] | None, typer.Option("--config", help="a configuration file (echoreduce recommend writes them); repeatable")
     ] = None,
     bits: Annotated[int, typer.Option(help="bits of the sites that the site policy leaves alone, 2 to 8")] = 4,
-    group_size: Annotated[int, typer.Option(help="values a quantization group: 16, 32, 64, 128, 256")] = 128,
+    group_size: Annotated[
+        int | None, typer.Option(help="values a quantization group: 16, 32, 64, 128, 256; default: each preset's own, 128 in tables")
+    ] = None,
     policy: Annotated[
         str | None, typer.Option(help="site policy for all low-bit rows: uniform, early_half, edges, or edges:FIRST:LAST:BITS")
     ] = None,
@@ -114,13 +116,14 @@ def evaluate(
     questions = [load_task(path, own or limit) for names in tasks or [] for path, own in find_tasks(names, data)]
     with console.status("reading model"):
         loaded, tokenizer = load(model, dtype, device)
+    grouped = "" if group_size is None else f", g = {group_size}"
     conditions = {"model": model.name, "group_size": group_size, "backend": backend.value, "device": device, "dtype": dtype}
     written: dict[str, Any] = {}
     if text is not None:
         tokens = windows(tokenizer, read_text(text), window, count)
         plan = Plan(model, tokens, variants, sizes[0], batch, dtype, device, backend, observed)
         results = run(plan, loaded)
-        shown = f"{model.name} on {text.name}: {len(tokens)} windows of {window} tokens, P = {sizes[0]}, g = {group_size}, {backend.value}"
+        shown = f"{model.name} on {text.name}: {len(tokens)} windows of {window} tokens, P = {sizes[0]}{grouped}, {backend.value}"
         print_results(results, shown, f"16-bit is the exact sum in the model's dtype, {dtype} here")
         of_text = {"text": text.name, "windows": len(tokens), "window": window, "world_size": sizes[0]}
         written |= {"conditions": conditions | of_text, "rows": [row.as_dict() for row in results]}
@@ -130,14 +133,14 @@ def evaluate(
         of_tasks = conditions | {"batch_tokens": batch_tokens, "prefix_token": prefix}
         in_processes = backend is Backend.processes
         lines = run_tasks(TaskPlan(model, questions, variants, sizes, of_tasks, in_processes, out), loaded, tokenizer)
-        print_lines(lines, f"{model.name}, g = {group_size}, {backend.value}")
+        print_lines(lines, f"{model.name}{grouped}, {backend.value}")
         written["tasks"] = [line.as_dict() for line in lines]
     if json is not None:
         write_json(json, **written)
         console.print(f"json: {json}")
 
 
-def choose_variants(table: str, presets: list[str] | None, configs: list[Path] | None, bits: int, group_size: int) -> list[Variant]:
+def choose_variants(table: str, presets: list[str] | None, configs: list[Path] | None, bits: int, group_size: int | None) -> list[Variant]:
     """The rows that the options ask for; 16-bit is always the first. Files are taken as they are, whatever bits and group size say."""
     if not presets and not configs:
         return variants_of(table, group_size, bits)

@@ -68,19 +68,21 @@ class Result:
         return asdict(self)
 
 
-def summary_variants(group_size: int = 128, bits: int = 4) -> list[Variant]:
-    """16-bit, 8-bit, low-bit without feedback, the paper, the default."""
+def summary_variants(group_size: int | None = None, bits: int = 4) -> list[Variant]:
+    """16-bit, 8-bit, low-bit without feedback, the paper, `fast`, the default; without a group size each has its own."""
     return [
         Variant("16-bit", preset("exact", group_size=group_size)),
         Variant("8-bit", preset("int8", group_size=group_size)),
         Variant(f"{bits}-bit, no feedback", preset("no_feedback", bits=bits, group_size=group_size)),
         Variant("paper", preset("paper", bits=bits, group_size=group_size)),
+        Variant("fast", preset("fast", bits=bits, group_size=group_size)),
         Variant("default", preset("default", bits=bits, group_size=group_size)),
     ]
 
 
-def ablation_variants(group_size: int = 128, bits: int = 4) -> list[Variant]:
-    """Every row of docs/design.md, Section 6, two-shot unless it says otherwise."""
+def ablation_variants(group_size: int | None = None, bits: int = 4) -> list[Variant]:
+    """Every row of docs/design.md, Section 6, two-shot unless it says otherwise; without a group size at 128."""
+    group_size = group_size or QuantConfig().group_size
     quant = QuantConfig(bits=bits, group_size=group_size)
     local = FeedbackConfig(state="fp32")
     base = EchoConfig(quant=quant, feedback=local, algorithm="two_shot", sites=uniform())
@@ -103,14 +105,15 @@ def ablation_variants(group_size: int = 128, bits: int = 4) -> list[Variant]:
         Variant("local, one-shot", replace(base, algorithm="one_shot")),
         Variant("8-bit, no feedback", replace(off, quant=eight)),
         Variant("8-bit, local", replace(base, quant=eight)),
+        Variant("fast", preset("fast", bits=bits, group_size=group_size)),
         Variant("default", preset("default", bits=bits, group_size=group_size)),
     ]
 
 
-VARIANT_SETS: dict[str, Callable[[int, int], list[Variant]]] = {"summary": summary_variants, "ablation": ablation_variants}
+VARIANT_SETS: dict[str, Callable[[int | None, int], list[Variant]]] = {"summary": summary_variants, "ablation": ablation_variants}
 
 
-def variants_of(name: str, group_size: int, bits: int) -> list[Variant]:
+def variants_of(name: str, group_size: int | None, bits: int) -> list[Variant]:
     """A named set of variants.
 
     Raises:

@@ -22,14 +22,18 @@ def hadamard(groups: Tensor) -> Tensor:
         groups: fp32, shape [*batch, group_size], group_size a power of two.
     Returns:
         fp32, same shape, a new tensor; `hadamard(hadamard(x))` is x up to fp32 rounding.
-    Cost: log2(group_size) additions per value.
+    Cost: log2(group_size) additions per value, two transposes, two tensors of the size of `groups`.
     """
     size = groups.shape[-1]
     assert size & (size - 1) == 0, f"group size {size} is not a power of two"
+    # Values outside, groups inside, so that every stage adds long rows whatever its half.
+    values = groups.reshape(-1, size).t().contiguous()
+    spare = torch.empty_like(values)
     half = 1
     while half < size:
-        pairs = groups.unflatten(-1, (size // (2 * half), 2, half))
-        a, b = pairs.unbind(-2)
-        groups = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        before, after = (rows.unflatten(0, (size // (2 * half), 2, half)) for rows in (values, spare))
+        torch.add(before[:, 0], before[:, 1], out=after[:, 0])
+        torch.sub(before[:, 0], before[:, 1], out=after[:, 1])
+        values, spare = spare, values
         half *= 2
-    return groups * (1.0 / math.sqrt(size))
+    return torch.mul(values.t(), 1.0 / math.sqrt(size), out=spare.view(-1, size)).view(groups.shape)

@@ -108,7 +108,7 @@ def schedule(algorithm: str, groups: int, group_size: int, device: Device, tunin
     """
     rows_of_warp = 1024 // group_size
     warps = tuning.warps
-    while warps > 1 and groups <= device.multiprocessors * rows_of_warp * warps // 2:
+    while warps > 1 and groups <= device.multiprocessors * rows_of_warp * warps // 4:
         warps //= 2
     rows = rows_of_warp * warps
     tiles = -(-groups // rows)
