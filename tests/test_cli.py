@@ -57,7 +57,7 @@ def test_evaluate_prints_and_writes(tiny: tuple[Path, Path], tmp_path: Path) -> 
     for name in ("16-bit", "8-bit", "paper", "default"):
         assert name in done.output
     written = json.loads(out.read_text())
-    assert [row["name"] for row in written["rows"]] == ["16-bit", "8-bit", "4-bit, no feedback", "paper", "default"]
+    assert [row["name"] for row in written["rows"]] == ["16-bit", "8-bit", "4-bit, no feedback", "paper", "fast", "default"]
     assert written["conditions"]["world_size"] == 4
     assert written["environment"]["packages"]["torch"] == torch.__version__
     assert all(row["perplexity"] > 1 for row in written["rows"])

@@ -54,10 +54,19 @@ def test_presets() -> None:
     assert paper.quant == QuantConfig(bits=4, group_size=128, qparams="fp16")
     assert (paper.algorithm, paper.sites, paper.rescale) == ("two_shot", uniform(), "backward")
     assert preset("paper_early").sites == early_half(8)
-    default = preset("default", group_size=64)
-    assert (default.feedback.residual, default.feedback.gain, default.feedback.decays) == ("local", 1.0, (0.0, 0.0))
-    assert (default.sites, default.quant.group_size, default.quant.bits) == (edges(2, 2, 8), 64, 4)
+    fast = preset("fast", group_size=64)
+    assert (fast.feedback.residual, fast.feedback.gain, fast.feedback.decays) == ("local", 1.0, (0.0, 0.0))
+    assert (fast.sites, fast.quant) == (edges(2, 2, 8), QuantConfig(group_size=64))
+    rotated = QuantConfig(group_size=64, policy="compact", rotation="hadamard")
+    assert preset("default") == EchoConfig(quant=rotated, feedback=fast.feedback, sites=edges(3, 2, 7))
+    assert preset("accurate") == EchoConfig(quant=rotated.with_bits(5), feedback=fast.feedback, sites=edges(3, 2, 8))
     assert preset("no_feedback").feedback == NO_FEEDBACK
+
+
+def test_compact_codes_of_seven_and_eight_bits_keep_two_words() -> None:
+    compact = QuantConfig(group_size=64, policy="compact")
+    assert [compact.with_bits(bits).bits_per_value() for bits in (4, 6, 7, 8)] == [4.25, 6.25, 7.5, 8.5]
+    assert [compact.with_bits(bits).layout for bits in (6, 7)] == ["compact", "zero_aware"]
 
 
 def test_equal_configurations_have_equal_digests_also_after_pickling() -> None:

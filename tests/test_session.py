@@ -21,7 +21,7 @@ P, SITES = 2, 6
 
 
 def session(config: EchoConfig | None = None, sites: int | None = SITES) -> Session:
-    return Session(VirtualBackend(P), config or preset("default"), sites)
+    return Session(VirtualBackend(P), config or preset("fast"), sites)
 
 
 def run_pass(session: Session, seed: int, *shape: int, sites: int = SITES, scale: float = 1.0) -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_an_interrupt_inside_a_call_leaves_nothing_behind() -> None:
             return super().all_reduce(*args, **kwargs)
 
     backend = Interrupting(P)
-    broken = Session(backend, preset("default"), SITES)
+    broken = Session(backend, preset("fast"), SITES)
     broken.begin()
     broken.reduce(torch.randn(P, 8, 64))
     backend.armed = True
@@ -149,7 +149,7 @@ def test_concurrent_use_is_an_error() -> None:
             assert leave.wait(30)
             return super().all_reduce(*args, **kwargs)
 
-    shared = Session(Slow(P), preset("default"), SITES)
+    shared = Session(Slow(P), preset("fast"), SITES)
     shared.begin()
     thread = threading.Thread(target=shared.reduce, args=(torch.randn(P, 64),))
     thread.start()
@@ -189,7 +189,7 @@ def test_a_forward_begins_while_a_backward_is_open() -> None:
 
 def test_two_sessions_share_a_backend() -> None:
     backend = VirtualBackend(P)
-    one, two = Session(backend, preset("default"), SITES), Session(backend, preset("paper"), SITES)
+    one, two = Session(backend, preset("fast"), SITES), Session(backend, preset("paper"), SITES)
     alone = run_pass(session(), 7, 8, 64)
     one.begin()
     two.begin()
@@ -211,7 +211,7 @@ def test_o25_copies_and_pickles() -> None:
 
 
 def test_o11_one_rank() -> None:
-    used = Session(VirtualBackend(1), preset("default"), 5)
+    used = Session(VirtualBackend(1), preset("fast"), 5)
     used.begin()
     for _ in range(5):
         x = torch.randn(1, 4, 8, requires_grad=True)

@@ -24,7 +24,7 @@ check.register(app)
         (["--factor", "1"], "--factor"),
         (["--dtype", "int8"], "--dtype"),
         (["--graph", "sometimes"], "--graph"),
-        (["--presets", "fast"], "fast"),
+        (["--presets", "quick"], "quick"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(arguments, words):

@@ -103,7 +103,7 @@ def test_text_and_tasks_stand_beside_each_other(folder: Path, tmp_path: Path) ->
     text.write_text("It was the best of times. " * 20)
     evaluate(folder, "--text", str(text), "--window", "32", "--tasks", "pairs", "--no-errors", "--json", str(out))
     written = json.loads(out.read_text())
-    assert len(written["rows"]) == len(written["tasks"]) == 5
+    assert len(written["rows"]) == len(written["tasks"]) == 6
     assert written["conditions"]["text"] == "t.txt"
 
 

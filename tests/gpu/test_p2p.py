@@ -79,6 +79,8 @@ CONFIGURATIONS = [
     (QuantConfig(bits=5, policy="asymmetric", group_size=32), "two_shot", NO_FEEDBACK, torch.float16, 40_001),
     (QuantConfig(bits=3, policy="symmetric", group_size=256), "one_shot", NO_FEEDBACK, torch.float32, 40_001),
     (QuantConfig(rotation="hadamard"), "two_shot", NO_FEEDBACK, torch.bfloat16, 40_001),
+    (QuantConfig(policy="compact", rotation="hadamard", group_size=64), "one_shot", FLOAT8, torch.bfloat16, 40_001),
+    (QuantConfig(bits=5, policy="compact", rotation="hadamard", group_size=64), "two_shot", FLOAT8, torch.bfloat16, 40_001),
     (QuantConfig(qparams="fp16"), "two_shot", PAPER, torch.bfloat16, 1_000_001),
     (QuantConfig(), "two_shot", FLOAT8, torch.bfloat16, 1 << 20),
 ]

@@ -130,11 +130,11 @@ def test_budgets_are_obeyed_and_used(budget: float, world_size: int) -> None:
         assert one.fits or one.name == "default"
     assigned = [one for one in found if one.name.startswith("assigned")]
     assert assigned
-    assert max(one.bits_per_value for one in assigned) > min(budget, 9.0) - 2 / 60
+    assert max(one.bits_per_value for one in assigned) > min(budget, 8.5) - 4 / 60
 
 
 def test_a_budget_below_the_wire_is_refused(tiny: Any) -> None:
-    with pytest.raises(ConfigError, match=r"budget of 4.1 bits a value is below the least that the wire takes, 4.25"):
+    with pytest.raises(ConfigError, match=r"budget of 4.1 bits a value is below the least that the wire takes, 4.12"):
         recommend(Subject(tiny, 4), some_windows(1), some_windows(1), 4.1, lambda label: None)
 
 
@@ -172,15 +172,16 @@ def test_a_list_for_another_model_is_refused(tiny: Any) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)
 def test_the_recommended_one_is_no_worse_than_default_on_other_windows() -> None:
     try:
         path, words = find_model(), find_text()
     except ConfigError as missing:
         pytest.skip(str(missing))
     model, tokenizer = load(path)
-    tokens = windows(tokenizer, read_text(words), 64, 12)
+    tokens = windows(tokenizer, read_text(words), 32, 13)
     subject = Subject(model, 4)
-    found = recommend(subject, tokens[:1], tokens[1:4], 4.6, lambda label: None)
+    found = recommend(subject, tokens[:1], tokens[1:5], 4.6, lambda label: None)
     assert found.chosen.bits_per_value <= 4.6
-    other = Text.of(subject, tokens[4:])
+    other = Text.of(subject, tokens[5:])
     assert other.judge(subject, found.chosen.config)[0] <= 1.1 * other.judge(subject, preset("default"))[0]

@@ -159,20 +159,26 @@ def sensitivity(subject: Subject, text: Text, base: EchoConfig, bits: Sequence[i
     return table
 
 
-def assign(table: Table, budget: int, bits: Sequence[int] = BITS) -> tuple[int, ...]:
-    """Bits of each site with the smallest sum of KL_k(b_k) and sum_k b_k <= budget: a knapsack, solved exactly.
+#: Costs of the knapsack are whole multiples of 1 / COST_UNIT bits a value: qparams of 16 and 32 bits a group of up to 256 are.
+COST_UNIT = 64
+
+
+def assign(table: Table, budget: int, bits: Sequence[int] = BITS, costs: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Bits of each site with the smallest sum of KL_k(b_k) and sum_k cost(b_k) <= budget: a knapsack, solved exactly.
 
     Args:
         table: KL_k(b), shape [sites, len(bits)].
-        budget: sum of the bits over sites, qparams not counted.
+        budget: sum of the costs over sites.
+        costs: of each of `bits` at a site, whole numbers; None: the bits themselves.
     Raises:
         ConfigError: not even the fewest bits at every site fit.
     """
     sites = table.shape[0]
-    spare = budget - min(bits) * sites
+    prices = list(bits if costs is None else costs)
+    spare = budget - min(prices) * sites
     if spare < 0:
-        raise ConfigError(f"{budget} bits over {sites} sites are fewer than {min(bits)} a site")
-    extra = [width - min(bits) for width in bits]
+        raise ConfigError(f"{budget} bits over {sites} sites are fewer than {min(prices)} a site")
+    extra = [price - min(prices) for price in prices]
     best = np.zeros(spare + 1)
     choice = np.zeros((sites, spare + 1), dtype=int)
     for site in range(sites):
@@ -228,9 +234,10 @@ def candidates(table: Table, base: EchoConfig, budget: float, world_size: int, n
             cheapest = min(cheapest, price)
             if price > budget + 1e-9:
                 continue
-            unit = (bits_per_value(replace(flat, sites=uniform(8)), world_size, numel, sites) - price) / (8 - min(bits))
-            spare = min(math.floor((budget - price) / unit * sites + 1e-6), (max(bits) - min(bits)) * sites)
-            policy = assign(table, min(bits) * sites + spare, bits)
+            prices = [bits_per_value(replace(flat, sites=uniform(width)), world_size, numel, sites) - price for width in bits]
+            costs = [round(extra * COST_UNIT) for extra in prices]
+            spare = min(math.floor((budget - price) * sites * COST_UNIT + 1e-6), max(costs) * sites)
+            policy = assign(table, spare, bits, costs)
             named = f"g = {group_size}" + (", Hadamard" if rotation == "hadamard" else "")
             for name, sites_policy in ((f"assigned, {named}", policy), (f"edges 2 + 2, {named}", edges(2, 2, 8))):
                 config = replace(flat, sites=sites_policy)
