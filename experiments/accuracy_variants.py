@@ -226,6 +226,42 @@ def combined(shape: Shape) -> list[Trial]:
     return rows
 
 
+#: Bits of single sites, from the start (0, 1, ...) or the end (-1, ...); the others send 4.
+SINGLE_SITES: dict[str, dict[int, int]] = {
+    "66-8": {0: 6, 1: 6, -1: 8},
+    "666-68": {0: 6, 1: 6, 2: 6, -2: 6, -1: 8},
+    "6655-68": {0: 6, 1: 6, 2: 5, 3: 5, -2: 6, -1: 8},
+    "6663-68": {0: 6, 1: 6, 2: 6, 3: 5, -2: 6, -1: 8},
+    "777-78": {0: 7, 1: 7, 2: 7, -2: 7, -1: 8},
+    "7765-68": {0: 7, 1: 7, 2: 6, 3: 5, -2: 6, -1: 8},
+    "8766-78": {0: 8, 1: 7, 2: 6, 3: 6, -2: 7, -1: 8},
+    "7765-68 +23,48@6": {0: 7, 1: 7, 2: 6, 3: 5, -2: 6, -1: 8, 23: 6, 48: 6},
+    "7765-68 +23,48,57,47@5": {0: 7, 1: 7, 2: 6, 3: 5, -2: 6, -1: 8, 23: 5, 48: 5, 57: 5, 47: 5},
+}
+
+
+def per_site(shape: Shape) -> list[Trial]:
+    """Which sites get more bits, and how many: rotated, two words a group at g = 64 and 128, one word at g = 64; rotations of part of a group."""
+    rows = []
+    for first, last in ((2, 2), (3, 2), (3, 3), (2, 1), (4, 2)):
+        word = GroupGrid(group_size=64, gap=ALWAYS, one_word=True)
+        rows.append(emulated(f"one word g64 H edges {first}+{last}", word, rotation=64, sites=edges(first, last, 8)))
+        rotated = QuantConfig(rotation="hadamard")
+        rows.append(Trial(f"two words g128 H edges {first}+{last}", local(rotated, sites=edges(first, last, 8))))
+    for name, single in SINGLE_SITES.items():
+        bits = tuple(single.get(site, single.get(site - shape.sites, 4)) for site in range(shape.sites))
+        for g in (64, 128):
+            config = local(QuantConfig(group_size=g, rotation="hadamard"), sites=bits)
+            rows.append(Trial(f"two words g{g} H sites {name}", config))
+    for g in (64, 128):
+        for rotation in (16, 32, 64, 128):
+            if rotation <= g:
+                rows.append(emulated(f"two words g{g} H{rotation}", GroupGrid(group_size=g), rotation=rotation))
+                form = GroupGrid(group_size=g, gap=ALWAYS, one_word=True)
+                rows.append(emulated(f"one word g{g} H{rotation}", form, rotation=rotation))
+    return rows
+
+
 def no_feedback(shape: Shape) -> list[Trial]:
     """Bits, groups and rotation without feedback, and weak feedback: for models that norm the sum before it joins the residual stream."""
     rows = []
@@ -309,7 +345,8 @@ def sites(shape: Shape) -> list[Trial]:
 
 
 SETS: dict[str, Callable[[Shape], list[Trial]]] = {
-    f.__name__: f for f in (table4, table5, table8, table8_8bit, default_search, compact, combined, no_feedback, wire, blend, sites)
+    f.__name__: f
+    for f in (table4, table5, table8, table8_8bit, default_search, compact, combined, per_site, no_feedback, wire, blend, sites)
 }
 
 
