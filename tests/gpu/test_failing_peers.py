@@ -158,7 +158,7 @@ def _expandable(rank, port):
 
 
 def test_expandable_segments():
-    code = "import sys, torch.multiprocessing as m, test_failures as t; m.spawn(t._expandable, args=(int(sys.argv[1]),), nprocs=2)"
+    code = "import sys, torch.multiprocessing as m, test_failing_peers as t; m.spawn(t._expandable, args=(int(sys.argv[1]),), nprocs=2)"
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     environment["PYTHONPATH"] = ":".join([*folders, environment.get("PYTHONPATH", "")])
