@@ -1,4 +1,4 @@
-"""The P2P backend on all GPUs of the machine, two to eight: every bit as in the reference (computed on the CPU), eager and as a CUDA graph."""
+"""The P2P backend on all GPUs of the machine, two to eight: every bit as in the CPU reference, eager and as a CUDA graph."""
 
 from __future__ import annotations
 
