@@ -191,7 +191,7 @@ def test_recordings_are_freed_with_the_backward_and_not_made_for_nothing() -> No
     x, w = batch(), weights()
     used = session()
     y = forward(x, w, used, False)
-    code_bytes = 4 * 1.0 + 0.5  # four sites at 8 bits, one at 4; and 4 bytes of qparams in groups of 16
+    code_bytes = 5 * 7 / 8  # all five sites are edges: 7 bits; and 4 bytes of qparams in groups of 16
     assert used.recorded_bytes == P * x.numel() * (code_bytes + SITES * 4 / 16), "one-shot keeps P codes a value"
     y.sum().backward()
     assert used.recorded_bytes == 0
