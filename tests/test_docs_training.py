@@ -30,6 +30,11 @@ def test_examples_are_short() -> None:
     assert count == 4
 
 
+def test_the_readme_has_the_same_examples() -> None:
+    readme = (DOCUMENT.parent.parent / "README.md").read_text()
+    assert all(example(index) in readme for index in range(4))
+
+
 def by_hand(group: Any) -> float:
     session = Communicator(group, "exact").session(1)
     rank = session.backend.rank

@@ -14,10 +14,10 @@ from ranks import RankPool
 README = Path(__file__).parents[1] / "README.md"
 
 
-def block(first_line: str) -> str:
-    """The Python block of the README that begins with this line."""
-    found = [code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if code.startswith(first_line)]
-    assert len(found) == 1, first_line
+def block(beginning: str) -> str:
+    """The Python block of the README that begins so."""
+    found = [code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if code.startswith(beginning)]
+    assert len(found) == 1, beginning
     return found[0]
 
 
@@ -32,7 +32,7 @@ def test_attach_and_detach(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         before = model(**inputs).logits
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: model)
         names: dict[str, Any] = {"inputs": inputs}
-        exec(block("from transformers import AutoModelForCausalLM"), names)
+        exec(block("from transformers import AutoModelForCausalLM\nfrom echoreduce.integrations.transformers import attach"), names)
         assert "tensor(" in capsys.readouterr().out
         assert torch.equal(model(**inputs).logits, before)
 
