@@ -1,8 +1,8 @@
 """Measures alpha, beta and gamma of a machine with small programs, and compares the model's prediction with measured all-reduces.
 
 Why: a price list is only as good as its constants. The probes are programs of a few equal rounds, played by the very code that plays the
-all-reduces, so what they measure is what the model needs: `pair` (one message, back and forth), `shift` (every rank sends one), `shift
-and add` (the same, added at the receiver) and `exchange` (every rank sends one to every other). A round of m messages of b bytes on a host
+all-reduces, so what they measure is what the model needs: `pair` (one message, back and forth), `pair and add` (the same, added at the
+receiver, which nothing hides), `shift` and `shift and add` (every rank sends one) and `exchange` (every rank sends one to every other). A round of m messages of b bytes on a host
 whose processes share cores and memory takes
 
     alpha + s wakeup + m (overhead + b beta_host) + b gamma        (s of its ranks send anything)
@@ -142,6 +142,7 @@ def probes(world_size: int) -> dict[str, Program]:
 
     rounds = {
         "pair": [Round.of(i % 2, 1 - i % 2, i, i + 1, reduce=False) for i in steps],
+        "pair and add": [Round.of(i % 2, 1 - i % 2, i, i + 1, reduce=True) for i in steps],
         "shift": [shift(i, reduce=False) for i in steps],
         "shift and add": [shift(i, reduce=True) for i in steps],
     }
@@ -255,7 +256,7 @@ def _starts(samples: Sequence[Sample], world_size: int) -> list[NDArray[np.float
     latency, beta = _solve([[1.0, s.nbytes] for s in pair], pair)
     crowded, slope = _solve([[1.0, s.nbytes] for s in shift], shift)
     if slope <= _SHARED * beta:
-        crowd = [s for s in samples if s.probe != "pair"]
+        crowd = [s for s in samples if not s.probe.startswith("pair")]
         alpha, beta, gamma = _solve([[1.0, s.nbytes * s.messages / world_size, s.added] for s in crowd], crowd)
         return [np.array([alpha, beta, gamma])]
     together = max(latency, crowded)
