@@ -112,7 +112,7 @@ def test_sweeps_are_interleaved_and_medians_or_the_quietest_count() -> None:
         sweep = (len(calls) - 1) // per_sweep
         return (1e-3 + nbytes * 1e-9) * (1.0, 50.0, 2.0)[sweep]
 
-    per_sweep = 4 * 2 + 1
+    per_sweep = 5 * 2 + 1
     _, compared = campaign(noisy, 2, [build("ring", 2)], [1000], sweeps=3, probe_sizes=(1000, 100_000))
     assert len(calls) == 3 * per_sweep
     assert calls[:per_sweep] == calls[per_sweep : 2 * per_sweep]
@@ -124,7 +124,7 @@ def test_sweeps_are_interleaved_and_medians_or_the_quietest_count() -> None:
 
 
 def test_probes_and_refusals() -> None:
-    assert set(probes(2)) == {"pair", "pair and add", "shift", "shift and add"}
+    assert set(probes(2)) == {"pair", "pair and add", "shift", "shift and add", "exchange"}
     assert all(p.round_count == PROBE_ROUNDS for p in probes(5).values())
     with pytest.raises(ConfigError):
         probes(1)

@@ -28,14 +28,16 @@ from echoreduce.errors import GroupError, ShapeError
 
 @dataclass(frozen=True)
 class _Message:
-    """One message of one round as this process sees it: the peer, and the value ranges with their operation."""
+    """One transfer of one round as this process sees it: the peer, the values lo .. hi - 1, and whether they are added on arrival."""
 
     peer: int
-    ranges: tuple[tuple[int, int, bool], ...]
+    lo: int
+    hi: int
+    reduce: bool
 
     @property
     def numel(self) -> int:
-        return sum(hi - lo for lo, hi, _ in self.ranges)
+        return self.hi - self.lo
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,11 @@ def plan(program: Program, participant: int, numel: int) -> Plan:
 
 
 def _gather(round_: Round, starts: IntArray, sending: bool) -> tuple[_Message, ...]:
-    """Transfers of one round as messages, in the order of the round."""
-    ranges: dict[int, list[tuple[int, int, bool]]] = {}
+    """Transfers of one round as messages, in the order of the round, which both sides of a pair share."""
     peers = round_.dst if sending else round_.src
-    for peer, lo, hi, reduce in zip(peers.tolist(), starts[round_.lo].tolist(), starts[round_.hi].tolist(), round_.reduce.tolist()):
-        if hi > lo:
-            ranges.setdefault(peer, []).append((lo, hi, reduce))
-    return tuple(_Message(peer, tuple(parts)) for peer, parts in ranges.items())
+    columns = (peers, starts[round_.lo], starts[round_.hi], round_.reduce)
+    rows = zip(*(column.tolist() for column in columns))
+    return tuple(_Message(peer, lo, hi, reduce) for peer, lo, hi, reduce in rows if hi > lo)
 
 
 def all_reduce(program: Program, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -122,9 +122,7 @@ class Runner:
         buffers = list(self.staging[: sum(m.numel for m in receives)].split([m.numel for m in receives])) if receives else []
         ops = [dist.P2POp(dist.irecv, buffer, _peer(m, self.group), self.group) for m, buffer in zip(receives, buffers)]
         for message in sends:
-            parts = [flat[lo:hi] for lo, hi, _ in message.ranges]
-            payload = parts[0] if len(parts) == 1 else torch.cat(parts)
-            ops.append(dist.P2POp(dist.isend, payload, _peer(message, self.group), self.group))
+            ops.append(dist.P2POp(dist.isend, flat[message.lo : message.hi], _peer(message, self.group), self.group))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
         return buffers
@@ -138,14 +136,10 @@ def _apply(flat: Tensor, rank: int, receives: tuple[_Message, ...], arrived: lis
     """Copy or add what arrived; additions into one range happen in rank order, this rank's own value at its place."""
     adding: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
     for message, buffer in zip(receives, arrived):
-        offset = 0
-        for lo, hi, reduce in message.ranges:
-            part = buffer[offset : offset + hi - lo]
-            offset += hi - lo
-            if reduce:
-                adding.setdefault((lo, hi), []).append((message.peer, part))
-            else:
-                flat[lo:hi].copy_(part)
+        if message.reduce:
+            adding.setdefault((message.lo, message.hi), []).append((message.peer, buffer))
+        else:
+            flat[message.lo : message.hi].copy_(buffer)
     for (lo, hi), parts in adding.items():
         own = flat[lo:hi]
         if len(parts) == 1:

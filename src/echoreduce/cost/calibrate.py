@@ -2,8 +2,8 @@
 
 Why: a price list is only as good as its constants. The probes are programs of a few equal rounds, played by the very code that plays the
 all-reduces, so what they measure is what the model needs: `pair` (one message, back and forth), `pair and add` (the same, added at the
-receiver, which nothing hides), `shift` and `shift and add` (every rank sends one) and `exchange` (every rank sends one to every other). A round of m messages of b bytes on a host
-whose processes share cores and memory takes
+receiver, which nothing hides), `shift` and `shift and add` (every rank sends one) and `exchange` (every rank sends one to every other; of
+two ranks, each sends two). A round of m messages of b bytes on a host whose processes share cores and memory takes
 
     alpha + s wakeup + m (overhead + b beta_host) + b gamma        (s of its ranks send anything)
 
@@ -146,9 +146,11 @@ def probes(world_size: int) -> dict[str, Program]:
         "shift": [shift(i, reduce=False) for i in steps],
         "shift and add": [shift(i, reduce=True) for i in steps],
     }
-    if world_size > 2:  # a chunk for each distance, so that no two messages write one place
-        exchange = Round.of(source, (source + ahead) % world_size, ahead - 1, ahead, reduce=False)
-        rounds["exchange"] = [exchange] * PROBE_ROUNDS
+    if world_size == 2:  # two messages each, or nothing would tell a message from a round
+        source, ahead = np.repeat(ranks, 2), np.tile(ranks + 1, 2)
+    # A chunk for each distance, so that no two messages write one place.
+    exchange = Round.of(source, (source + (ahead if world_size > 2 else 1)) % world_size, ahead - 1, ahead, reduce=False)
+    rounds["exchange"] = [exchange] * PROBE_ROUNDS
     return {name: from_rounds(name, world_size, max(int(r.hi.max()) for r in parts), parts) for name, parts in rounds.items()}
 
 
