@@ -8,7 +8,7 @@ import pytest
 
 from echoreduce.collectives.catalogue import ALGORITHMS, build
 from echoreduce.collectives.program import Program
-from echoreduce.cost.calibrate import PROBE_ROUNDS, Calibration, Comparison, Measure, collect, conclude, fit, probes
+from echoreduce.cost.calibrate import Calibration, Comparison, Measure, collect, conclude, fit, probes
 from echoreduce.cost.model import cost
 from echoreduce.cost.selection import candidates, crossovers, price, rank, with_named_protocol
 from echoreduce.cost.simulator import simulate
@@ -87,13 +87,14 @@ def simulated(machine: Topology) -> Measure:
 @pytest.mark.parametrize("shared", [False, True])
 def test_calibration_finds_the_constants_of_a_known_machine(shared: bool) -> None:
     host = (3e-5, 1e-4) if shared else (0.0, 0.0)
-    truth = Calibration(4, 2e-4, *host, 4e-10, 3e-10 if shared else 0.0, 1e-10, 0.0, ())
+    truth = Calibration(4, 2e-4, *host, 4e-10, *((3e-10, 5e-10) if shared else (0.0, 0.0)), 1e-10, 0.0, ())
     names = ("ring", "pat", "two_shot", "one_shot")
     sizes = (1 << 21, 1 << 25)
     found, compared = campaign(simulated(truth.topology()), 4, [build(n, 4) for n in names], sizes, sweeps=1)
     assert bool(found.beta_host) == shared
     if shared:
         assert found.beta_host == pytest.approx(truth.beta_host, rel=0.1)
+        assert found.beta_large == pytest.approx(truth.beta_large, rel=0.1)
         assert found.overhead == pytest.approx(truth.overhead, rel=0.25)
         assert found.wakeup == pytest.approx(truth.wakeup, rel=0.5)
     else:
@@ -125,7 +126,8 @@ def test_sweeps_are_interleaved_and_medians_or_the_quietest_count() -> None:
 
 def test_probes_and_refusals() -> None:
     assert set(probes(2)) == {"pair", "pair and add", "shift", "shift and add", "exchange"}
-    assert all(p.round_count == PROBE_ROUNDS for p in probes(5).values())
+    rounds = {name: program.round_count for name, program in probes(5).items()}
+    assert rounds == {"pair": 4, "pair and add": 4, "shift": 8, "shift and add": 8, "exchange": 2}
     with pytest.raises(ConfigError):
         probes(1)
     with pytest.raises(ConfigError):

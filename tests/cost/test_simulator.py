@@ -14,7 +14,7 @@ from echoreduce.collectives.catalogue import ALGORITHMS, build
 from echoreduce.collectives.program import Round, from_rounds
 from echoreduce.cost.queues import serve
 from echoreduce.cost.simulator import representatives, simulate
-from echoreduce.cost.topology import PRESETS, Link, Topology, flat
+from echoreduce.cost.topology import PRESETS, Host, Link, Topology, flat
 
 FLAT = flat(5e-6, 1 / 25e9, 1 / 500e9, 1e-6)
 NODES = Topology("nodes", Link(1e-6, 1 / 300e9, 2e-7), Link(6e-6, 1 / 25e9, 5e-7), ranks_per_node=8, gamma=1 / 500e9)
@@ -73,8 +73,8 @@ def test_oversubscribed_uplinks_slow_what_crosses_pods() -> None:
     assert simulate(inside, pods, x).seconds == pytest.approx(simulate(inside, replace(NODES, nodes_per_pod=2), x).seconds)
 
 
-def test_a_bus_carries_every_byte() -> None:
-    host = replace(flat(1e-3, 1e-9, 0.0, 0.0), bus=Link(0.0, 1e-9, 1e-4))
+def test_a_shared_host_carries_every_byte() -> None:
+    host = replace(flat(1e-3, 1e-9, 0.0, 0.0), host=Host(0.0, 1e-9, 1e-4))
     seconds = simulate(build("ring", 4), host, 4e6).seconds
     busy = 6 * 4 * (1e-4 + 1e-3)  # the host is never idle but for the first and the last message's way
     assert busy < seconds <= busy + 2 * 6 * 1e-3

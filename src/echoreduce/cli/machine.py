@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echoreduce.config import QuantConfig
-from echoreduce.cost.topology import PRESETS, Link, Topology, Wire, preset
+from echoreduce.cost.topology import PRESETS, Host, Link, Topology, Wire, preset
 from echoreduce.errors import ConfigError
 
 
@@ -65,8 +65,10 @@ def _calibrated(name: str, world_size: int) -> Topology:
     try:
         rows = json.loads(path.read_text())["calibrations"]
         row = min(rows, key=lambda r: abs(int(r["world_size"]) - world_size))
-        bus = Link(float(row["wakeup"]), float(row["beta_host"]), float(row["overhead"])) if row["beta_host"] else None
-        return Topology(str(path.name), Link(float(row["alpha"]), float(row["beta"]), 0.0), bus=bus, gamma=float(row["gamma"]))
+        beta = float(row["beta_host"])
+        large = float(row.get("beta_large", beta))
+        host = Host(float(row["wakeup"]), beta, float(row["overhead"]), large) if beta else None
+        return Topology(str(path.name), Link(float(row["alpha"]), float(row["beta"]), 0.0), host=host, gamma=float(row["gamma"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--topology: {name!r} is not a file of `calibrate --json`: {error!r}") from None
 

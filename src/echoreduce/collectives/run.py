@@ -146,10 +146,11 @@ def _apply(flat: Tensor, rank: int, receives: tuple[_Message, ...], arrived: lis
             own.add_(parts[0][1])  # two operands: the order does not matter
             continue
         ordered = [part for _, part in sorted([*parts, (rank, own)], key=lambda item: item[0])]
-        total = ordered[0] + ordered[1]
-        for part in ordered[2:]:
-            total += part
-        own.copy_(total)
+        # What arrived is scratch, so nothing is allocated: sums go into the first of them, the last one into `own`.
+        total = ordered[0]
+        for part in ordered[1:-1]:
+            total = torch.add(total, part, out=part if total is own else total)
+        torch.add(total, ordered[-1], out=own)
 
 
 @contextmanager
@@ -197,26 +198,28 @@ class Timing:
         return float(low), float(high)
 
 
-def measure(operation: Callable[[], object], device: torch.device, repeats: int, warmup: int = 2) -> Timing:
+def measure(operation: Callable[[], object], device: torch.device, repeats: int, warmup: int = 2, calls: int = 1) -> Timing:
     """Time an operation that all processes of the default group call together.
 
-    A barrier precedes every repetition; the time of a repetition is the slowest rank's. CUDA work is waited for.
+    A barrier precedes every repetition; the time of a call is the slowest rank's. CUDA work is waited for after every call.
 
     Args:
-        operation: what to time; called warmup + repeats times.
+        operation: what to time; called (warmup + repeats) * calls times.
         device: where it runs.
         repeats: repetitions that count.
         warmup: repetitions that do not.
+        calls: calls of a repetition, one after another, each timed: ranks leave a barrier apart, and only the first call pays for that.
     """
     times = []
     for _ in range(warmup + repeats):
         dist.barrier()
         _wait(device)
-        start = time.perf_counter()
-        operation()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(times[warmup:], dtype=torch.float64, device=device)
+        for _ in range(calls):
+            start = time.perf_counter()
+            operation()
+            _wait(device)
+            times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times[warmup * calls :], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return Timing(tuple(slowest.tolist()))
 

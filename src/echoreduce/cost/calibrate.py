@@ -5,10 +5,11 @@ all-reduces, so what they measure is what the model needs: `pair` (one message, 
 receiver, which nothing hides), `shift` and `shift and add` (every rank sends one) and `exchange` (every rank sends one to every other; of
 two ranks, each sends two). A round of m messages of b bytes on a host whose processes share cores and memory takes
 
-    alpha + s wakeup + m (overhead + b beta_host) + b gamma        (s of its ranks send anything)
+    alpha + s wakeup + m (overhead + min(b, 1 MiB) beta_host + max(b - 1 MiB, 0) beta_large) + b gamma     (s of its ranks send)
 
-if it stands alone, but ranks run ahead of each other and hide part of alpha. So the constants are those with which the simulator, playing
-the same probes, comes nearest to the measured times (least squares of logarithms by Levenberg and Marquardt, from a linear fit). The
+if it stands alone, but ranks run ahead of each other and hide part of alpha. So the
+constants are those with which the simulator, playing the same probes, comes nearest to the measured times (least squares of logarithms by
+Levenberg and Marquardt, from a linear fit). The
 link's own beta comes from `pair`. Where a shift costs no more a byte than a pair, links share nothing and the host term is left out. With
 more processes than cores the host term is not a detail: it is the time that cores need to move everybody's bytes. Constants are fitted for
 each world size, since alpha then contains the scheduler.
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 from echoreduce.collectives.program import Program, Round, from_rounds
 from echoreduce.cost.simulator import simulate
-from echoreduce.cost.topology import Link, Topology
+from echoreduce.cost.topology import Host, Link, Topology
 from echoreduce.errors import ConfigError
 
 #: (program, bytes of the message) -> median seconds of one call, the slowest rank's.
@@ -39,7 +40,7 @@ Measure = Callable[[Program, int], float]
 #: Bytes of the probes.
 PROBE_BYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
 
-#: Rounds of a probe.
+#: Rounds of a probe: of `pair`; a shift has twice as many and an exchange half, as in the algorithms that consist of them.
 PROBE_ROUNDS = 4
 
 #: Start of constants whose linear fit is 0, since the fit is in logarithms.
@@ -79,6 +80,7 @@ class Calibration:
         wakeup: seconds for each rank that sends in a round on the shared host (0 where nothing is shared).
         beta: seconds a byte of a lone message.
         beta_host: seconds a byte of all messages together on the shared host (0 where nothing is shared).
+        beta_large: the same for bytes of a message beyond what caches hold (`Host.cached`).
         gamma: seconds a byte added.
         residual: median relative error of the fit over the probes.
         samples: what was measured.
@@ -90,15 +92,16 @@ class Calibration:
     wakeup: float
     beta: float
     beta_host: float
+    beta_large: float
     gamma: float
     residual: float
     samples: tuple[Sample, ...]
 
     def topology(self) -> Topology:
         """The machine with these constants, all ranks in one node."""
-        bus = Link(self.wakeup, self.beta_host, self.overhead) if self.beta_host else None
+        host = Host(self.wakeup, self.beta_host, self.overhead, self.beta_large) if self.beta_host else None
         link = Link(self.alpha, self.beta, 0.0)
-        return Topology(f"calibrated, {self.world_size} processes", link, bus=bus, gamma=self.gamma)
+        return Topology(f"calibrated, {self.world_size} processes", link, host=host, gamma=self.gamma)
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Comparison:
 
 
 def probes(world_size: int) -> dict[str, Program]:
-    """The probe programs by name: PROBE_ROUNDS rounds of one shape, each over other values, as the rounds of an all-reduce are.
+    """The probe programs by name: a few rounds of one shape, each over other values, as the rounds of an all-reduce are.
 
     Raises:
         ConfigError: fewer than two ranks.
@@ -138,19 +141,20 @@ def probes(world_size: int) -> dict[str, Program]:
     steps = range(PROBE_ROUNDS)
 
     def shift(step: int, reduce: bool) -> Round:
-        return Round.of(ranks, (ranks + 1) % world_size, step, step + 1, reduce)
+        chunk = (ranks - step) % world_size  # what arrived in the round before, as in a ring
+        return Round.of(ranks, (ranks + 1) % world_size, chunk, chunk + 1, reduce)
 
     rounds = {
         "pair": [Round.of(i % 2, 1 - i % 2, i, i + 1, reduce=False) for i in steps],
         "pair and add": [Round.of(i % 2, 1 - i % 2, i, i + 1, reduce=True) for i in steps],
-        "shift": [shift(i, reduce=False) for i in steps],
-        "shift and add": [shift(i, reduce=True) for i in steps],
+        "shift": [shift(i, reduce=False) for i in range(2 * PROBE_ROUNDS)],
+        "shift and add": [shift(i, reduce=True) for i in range(2 * PROBE_ROUNDS)],
     }
     if world_size == 2:  # two messages each, or nothing would tell a message from a round
         source, ahead = np.repeat(ranks, 2), np.tile(ranks + 1, 2)
     # A chunk for each distance, so that no two messages write one place.
     exchange = Round.of(source, (source + (ahead if world_size > 2 else 1)) % world_size, ahead - 1, ahead, reduce=False)
-    rounds["exchange"] = [exchange] * PROBE_ROUNDS
+    rounds["exchange"] = [exchange] * (PROBE_ROUNDS // 2)
     return {name: from_rounds(name, world_size, max(int(r.hi.max()) for r in parts), parts) for name, parts in rounds.items()}
 
 
@@ -233,7 +237,7 @@ def fit(samples: Sequence[Sample], world_size: int) -> Calibration:
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         machine = _constants(world_size, logs, ()).topology()
         times = [simulate(programs[s.probe], machine, s.nbytes * programs[s.probe].chunks).seconds for s in samples]
-        distance: NDArray[np.float64] = np.log(np.array(times) / PROBE_ROUNDS / np.array([s.seconds for s in samples]))
+        distance: NDArray[np.float64] = np.log(np.array(times) / np.array([s.seconds * programs[s.probe].round_count for s in samples]))
         return distance
 
     found_logs = [_levenberg_marquardt(residuals, np.log(np.maximum(start, _SMALLEST))) for start in _starts(samples, world_size)]
@@ -243,14 +247,14 @@ def fit(samples: Sequence[Sample], world_size: int) -> Calibration:
 
 
 def _constants(world_size: int, logs: NDArray[np.float64], samples: tuple[Sample, ...]) -> Calibration:
-    """Constants from the logarithms of alpha, beta, gamma and, where the host is shared, overhead, beta_host and wakeup."""
+    """Constants from the logarithms of alpha, beta, gamma and, where the host is shared, overhead, wakeup, beta_host and beta_large."""
     alpha, beta, gamma, *host = (float(v) for v in np.exp(logs))
-    overhead, beta_host, wakeup = host or (0.0, 0.0, 0.0)
-    return Calibration(world_size, alpha, overhead, wakeup, beta, beta_host, gamma, 0.0, samples)
+    overhead, wakeup, beta_host, beta_large = host or (0.0, 0.0, 0.0, 0.0)
+    return Calibration(world_size, alpha, overhead, wakeup, beta, beta_host, beta_large, gamma, 0.0, samples)
 
 
 def _starts(samples: Sequence[Sample], world_size: int) -> list[NDArray[np.float64]]:
-    """Starts of the fit: alpha, beta, gamma and, if a shift costs more a byte than a pair, overhead, beta_host, wakeup.
+    """Starts of the fit: alpha, beta, gamma and, if a shift costs more a byte than a pair, overhead, wakeup, beta_host, beta_large.
 
     On a shared host the latency of a shift is divided between alpha and the others in two ways, since the fit has several valleys.
     """
@@ -262,8 +266,8 @@ def _starts(samples: Sequence[Sample], world_size: int) -> list[NDArray[np.float
         alpha, beta, gamma = _solve([[1.0, s.nbytes * s.messages / world_size, s.added] for s in crowd], crowd)
         return [np.array([alpha, beta, gamma])]
     together = max(latency, crowded)
-    each = together / world_size
-    return [np.array([a * together, beta, 0.1 * beta, 0.1 * each, slope / world_size, (0.9 - a) * each]) for a in (0.1, 0.6)]
+    each, byte = together / world_size, slope / world_size
+    return [np.array([a * together, beta, 0.1 * beta, 0.1 * each, (0.9 - a) * each, byte, byte]) for a in (0.1, 0.6)]
 
 
 def _levenberg_marquardt(

@@ -9,7 +9,7 @@ tree; exact for the 2D algorithms on their own nodes. Elsewhere each round is pr
 which is too much where ranks run ahead and too little where messages of two rounds meet at a port. A flat ring that leaves
 nodes is priced by its slowest cycle, see `Term.mixed`. The tests hold all of them against `simulator`, with the range for each.
 
-Leaves out: what depends on who shares what with whom (pods, bus): ask the simulator.
+Leaves out: what depends on who shares what with whom (pods, the host): ask the simulator.
 Source: Thakur, Rabenseifner and Gropp (2005), Section 4; Patarasuk and Yuan (2009), Section 4; Sanders, Speck and Traeff (2009).
 """
 

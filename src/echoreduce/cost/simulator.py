@@ -2,7 +2,7 @@
 
 A rank starts a round when its previous one is done: its sends have left and its receives have arrived and been added. Its port sends its
 messages one after the other; each passes, cut through, the queues of what it shares (the node's network ports, the pod's uplink, the
-host's bus) and then the receiver's port. Nothing else waits for anything: there is no barrier between rounds.
+whole host) and then the receiver's port. Nothing else waits for anything: there is no barrier between rounds.
 
 Scale. A program with a `period` is played with one representative of each class of ranks (one rank on a flat machine, one node
 otherwise), and rounds of a phase repeat until every clock advances by the same amount, after which the rest is multiplied out:
@@ -75,7 +75,7 @@ def simulate(program: Program, topology: Topology, nbytes: float, wire: Wire = P
 def representatives(program: Program, topology: Topology) -> int:
     """How many ranks stand for all: the fewest whole nodes (and pods) in a period of the program, or the whole world."""
     n = program.world_size
-    if program.period is None or program.switches or topology.bus is not None:
+    if program.period is None or program.switches or topology.host is not None:
         return n
     node = 1 if topology.ranks_per_node is None or topology.ranks_per_node >= n else topology.ranks_per_node
     pod = node * topology.nodes_per_pod if topology.nodes_per_pod else 1
@@ -94,7 +94,7 @@ class _Clock:
         nodes = -(-classes // node)
         pods = -(-nodes // topology.nodes_per_pod) if topology.nodes_per_pod else 0
         self.shared = {"node out": np.zeros(nodes), "node in": np.zeros(nodes), "pod out": np.zeros(pods), "pod in": np.zeros(pods)}
-        self.shared["bus"] = np.zeros(1)
+        self.shared["host"] = np.zeros(1)
         self.played = 0
         self.lag = min(node, classes) if classes > 1 else 1
 
@@ -178,11 +178,11 @@ class _Load:
             share = self.bytes * topology.network.beta * topology.oversubscription / (pod * ports)
             stages.insert(1, ("pod out", leaving & self.from_rank, home // pod % pods, share))
             stages.insert(2, ("pod in", leaving & self.to_rank, away // pod % pods, share))
-        if topology.bus is not None:
+        if topology.host is not None:
             everyone = np.ones(self.bytes.size, dtype=bool)
-            occupied = topology.bus.gap + self.bytes * topology.bus.beta
-            occupied[np.unique(self.src, return_index=True)[1]] += topology.bus.alpha
-            stages.append(("bus", everyone, np.zeros_like(home), occupied))
+            occupied = topology.host.occupied(self.bytes)
+            occupied[np.unique(self.src, return_index=True)[1]] += topology.host.wakeup
+            stages.append(("host", everyone, np.zeros_like(home), occupied))
         return [(name, np.flatnonzero(uses), which[uses], share[uses]) for name, uses, which, share in stages if uses.any()]
 
     def advance(self) -> None:

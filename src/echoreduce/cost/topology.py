@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from echoreduce.errors import ConfigError
 
 
@@ -40,6 +43,35 @@ class Link:
     def gap(self) -> float:
         """Seconds between two messages of a port, beyond their bytes."""
         return self.alpha if self.overhead is None else self.overhead
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the processes of one host share, its cores and memory: a queue that every message passes.
+
+    Attributes:
+        wakeup: seconds for each rank that sends anything in a round (it must be scheduled).
+        overhead: seconds a message.
+        beta: seconds a byte.
+        beta_large: seconds a byte of a message beyond its first `cached` bytes; None is `beta`.
+        cached: bytes of a message that caches hold on their way.
+    """
+
+    wakeup: float
+    beta: float
+    overhead: float = 0.0
+    beta_large: float | None = None
+    cached: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        values = (self.wakeup, self.beta, self.overhead, self.beta_large or 0.0)
+        if not all(0.0 <= value < float("inf") for value in values) or self.cached < 0:
+            raise ConfigError(f"host: times must be finite and >= 0, cached >= 0, got {values} and {self.cached}")
+
+    def occupied(self, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds for which each message of so many bytes occupies the host, without the wakeup."""
+        large = self.beta if self.beta_large is None else self.beta_large
+        return self.overhead + np.minimum(nbytes, self.cached) * self.beta + np.maximum(nbytes - self.cached, 0.0) * large
 
 
 @dataclass(frozen=True)
@@ -100,8 +132,7 @@ class Topology:
         nics_per_node: network ports that the ranks of a node share, each of `across`'s bandwidth; None is one a rank (no sharing).
         nodes_per_pod: nodes below one uplink; None is no such level.
         oversubscription: the ports of a pod together over its uplink's bandwidth, >= 1.
-        bus: a link that every message of the whole machine shares, as processes of one host share its cores and memory; None is none. Its
-            alpha is paid once for all messages of a rank in a round (the rank must be scheduled), its overhead by each message.
+        host: what every message of the whole machine shares if its ranks are processes of one host; None is nothing.
         gamma: seconds a byte reduced.
         codec: seconds a (full precision) byte quantized or dequantized.
         node_switch, network_switch: whether the node's or the network's switch can add (NVLS, SHARP).
@@ -115,7 +146,7 @@ class Topology:
     nics_per_node: int | None = None
     nodes_per_pod: int | None = None
     oversubscription: float = 1.0
-    bus: Link | None = None
+    host: Host | None = None
     gamma: float = 0.0
     codec: float = 0.0
     node_switch: bool = False
