@@ -262,6 +262,14 @@ def per_site(shape: Shape) -> list[Trial]:
     return rows
 
 
+def ranges(shape: Shape) -> list[Trial]:
+    """What a group's range is multiplied with: one factor for all groups, or the best of two or three for each."""
+    word = GroupGrid(group_size=64, gap=ALWAYS, one_word=True)
+    factors = ((1.0,), (0.97,), (0.94,), (0.91,), (1.0, 0.9), (1.0, 0.88), (1.0, 0.94, 0.88))
+    site_bits = edges(3, 2, 8)
+    return [emulated(f"range {' or '.join(map(str, f))}", replace(word, shrink=f), rotation=64, sites=site_bits) for f in factors]
+
+
 def no_feedback(shape: Shape) -> list[Trial]:
     """Bits, groups and rotation without feedback, and weak feedback: for models that norm the sum before it joins the residual stream."""
     rows = []
@@ -346,7 +354,7 @@ def sites(shape: Shape) -> list[Trial]:
 
 SETS: dict[str, Callable[[Shape], list[Trial]]] = {
     f.__name__: f
-    for f in (table4, table5, table8, table8_8bit, default_search, compact, combined, per_site, no_feedback, wire, blend, sites)
+    for f in (table4, table5, table8, table8_8bit, default_search, compact, combined, per_site, ranges, no_feedback, wire, blend, sites)
 }
 
 
