@@ -241,7 +241,7 @@ SINGLE_SITES: dict[str, dict[int, int]] = {
 
 
 def per_site(shape: Shape) -> list[Trial]:
-    """Which sites get more bits, and how many: rotated, two words a group at g = 64 and 128, one word at g = 64; rotations of part of a group."""
+    """Which sites get more bits, and how many: rotated, one or two words a group; rotations of part of a group."""
     rows = []
     for first, last in ((2, 2), (3, 2), (3, 3), (2, 1), (4, 2)):
         word = GroupGrid(group_size=64, gap=ALWAYS, one_word=True)
@@ -263,11 +263,21 @@ def per_site(shape: Shape) -> list[Trial]:
 
 
 def ranges(shape: Shape) -> list[Trial]:
-    """What a group's range is multiplied with: one factor for all groups, or the best of two or three for each."""
+    """A smaller range than a group has: one factor for all groups, or the best of some; the same by steps of the scale on the wire."""
     word = GroupGrid(group_size=64, gap=ALWAYS, one_word=True)
-    factors = ((1.0,), (0.97,), (0.94,), (0.91,), (1.0, 0.9), (1.0, 0.88), (1.0, 0.94, 0.88))
     site_bits = edges(3, 2, 8)
-    return [emulated(f"range {' or '.join(map(str, f))}", replace(word, shrink=f), rotation=64, sites=site_bits) for f in factors]
+
+    def row(name: str, form: GroupGrid) -> Trial:
+        return emulated(name, form, rotation=64, sites=site_bits)
+
+    rows = [row(f"factor {f}", replace(word, shrink=(f,))) for f in (1.0, 0.97, 0.94)]
+    rows.append(row("factor 1 or 0.9", replace(word, shrink=(1.0, 0.9))))
+    for below in ((1,), (0, 1), (0, 2), (0, 1, 2), (1, 2), (1, 3)):
+        rows.append(row(f"steps below {' or '.join(map(str, below))}", replace(word, below=below)))
+    for bits in (4, 5, 6):
+        for rounding in ("up", "nearest", "down"):
+            rows.append(row(f"{bits} bits, scale rounded {rounding}", replace(word, bits=bits, rounding=rounding)))
+    return rows
 
 
 def no_feedback(shape: Shape) -> list[Trial]:

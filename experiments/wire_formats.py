@@ -85,6 +85,8 @@ class GroupGrid:
             up; needs gap = ALWAYS. Else two words.
         spikes: values a group sent apart in 16 bits with an 8-bit index: 1 the largest magnitude, 2 the minimum and the maximum.
         shrink: factors of the range that are tried; the one with the least squared error is kept.
+        rounding: of a one-word scale: `up` covers the range, `nearest` and `down` cut a little off both ends (the grid is then centred).
+        below: with one word: how many of the scale's steps below the one that covers the range are tried; the zero point stays.
         diffusion: the rounding error of a value is added to the next value of its group before that is rounded.
     """
 
@@ -95,6 +97,8 @@ class GroupGrid:
     one_word: bool = False
     spikes: int = 0
     shrink: tuple[float, ...] = (1.0,)
+    rounding: str = "up"
+    below: tuple[int, ...] = (0,)
     diffusion: bool = False
 
     def __post_init__(self) -> None:
@@ -118,14 +122,16 @@ class GroupGrid:
         apart = spike_mask(groups, self.spikes)
         low = (groups if apart is None else groups.masked_fill(apart, torch.inf)).amin(-1)
         high = (groups if apart is None else groups.masked_fill(apart, -torch.inf)).amax(-1)
-        tried = [self._round(groups, *shrunk(low, high, factor)) for factor in self.shrink]
+        tried = [self._round(groups, *shrunk(low, high, factor), below) for factor in self.shrink for below in self.below]
         read = least_error(groups, tried, apart)
         if apart is not None:
             read = torch.where(apart, groups.bfloat16().float(), read)
         return read.flatten(-2)
 
-    def _round(self, groups: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    def _round(self, groups: Tensor, low: Tensor, high: Tensor, below: int) -> Tensor:
         scale, offset, zero = (part.unsqueeze(-1) for part in self._grid(low, high))
+        if below:
+            scale = (scale.view(torch.int32) - (below << self._dropped)).view(torch.float32).clamp_min(0.0)
         inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
         bottom, top = -zero, levels(self.bits) - zero
         if not self.diffusion:
@@ -153,7 +159,9 @@ class GroupGrid:
         low, high = torch.where(widened, low.clamp(max=0.0), low), torch.where(widened, high.clamp(min=0.0), high)
         offset = torch.where(widened, 0.0, round_down(low, torch.bfloat16))
         scale = self._stored(divide(0.5 * high - 0.5 * torch.where(widened, low, offset), 0.5 * top))
-        zero = torch.round(-low * torch.where(scale == 0, 0.0, 1.0 / scale)).clamp_(0, top)
+        inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+        zero = -low * inverse if self.rounding == "up" else 0.5 * top - (0.5 * low + 0.5 * high) * inverse
+        zero = torch.round(zero).clamp_(0, top)
         zero = torch.where(widened, zero, 0.0)
         if self.slide:
             anchor = round_down(share * low - (1.0 - share) * zero * scale, torch.bfloat16)
@@ -161,12 +169,17 @@ class GroupGrid:
             offset, zero = torch.where(between, anchor, offset), torch.where(between, 0.0, zero)
         return scale, offset, zero
 
+    @property
+    def _dropped(self) -> int:
+        """Mantissa bits of fp32 that do not fit a scale beside its zero point."""
+        return 23 - (8 - self.bits)
+
     def _stored(self, raw: Tensor) -> Tensor:
         if not self.one_word:
             scale = round_up(raw.abs(), torch.bfloat16)
         else:
-            dropped = 23 - (8 - self.bits)  # mantissa bits of fp32 that do not fit
-            scale = (((raw.abs().view(torch.int32) + ((1 << dropped) - 1)) >> dropped) << dropped).view(torch.float32)
+            raised = {"up": (1 << self._dropped) - 1, "nearest": 1 << (self._dropped - 1), "down": 0}[self.rounding]
+            scale = ((raw.abs().view(torch.int32) + raised) >> self._dropped << self._dropped).view(torch.float32)
         return torch.where((scale > 0) & (scale < SMALLEST_BF16_SCALE), SMALLEST_BF16_SCALE, scale)
 
 

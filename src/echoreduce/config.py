@@ -31,6 +31,10 @@ GROUP_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 #: Widest codes that `compact` packs: 16 bits hold a zero point of 6 bits and a scale of 8 exponent and 2 mantissa bits.
 COMPACT_BITS = 6
 
+#: Widest `compact` codes whose scale is rounded down and not up: a group then loses up to half a step at each end, and all its other
+#: values gain. With more bits the scale keeps too few mantissa bits for that (docs/accuracy.md).
+CLIPPED_BITS = 4
+
 #: `algorithm="auto"` takes one-shot at P = 2 for messages of fewer values (128 MiB in 16 bits). One-shot has half the error there and
 #: sends the same bytes; above, its sum over all values instead of half of them costs a tenth of the time (docs/kernels.md).
 ONE_SHOT_VALUES = 1 << 26
@@ -80,6 +84,16 @@ class QuantConfig:
     def layout(self) -> Policy:
         """The policy by which groups are really sent: `policy`, but `zero_aware` for `compact` codes of more than 6 bits."""
         return "zero_aware" if self.policy == "compact" and self.bits > COMPACT_BITS else self.policy
+
+    @property
+    def clipped(self) -> bool:
+        """Whether the scale is rounded down to a number on the wire (else up), and the grid centred on the group's range."""
+        return self.layout == "compact" and self.bits <= CLIPPED_BITS
+
+    @property
+    def reach(self) -> float:
+        """Largest rounding error of a value in steps: a half, and another half at the ends of a group whose scale was rounded down."""
+        return 1.0 if self.clipped else 0.5
 
     @property
     def qparams_per_group(self) -> int:

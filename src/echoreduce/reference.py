@@ -59,13 +59,13 @@ class Reduced:
     Attributes:
         output: the sum that every rank receives, shape and dtype of one contribution.
         residuals: u_i of each rank, fp32 [P, S, G, g]; None unless asked for.
-        steps: scale of the grid on which rank i's residual was made, fp32 [P, S, G]; None as residuals.
+        bounds: largest error of the rounding that made rank i's residual, fp32 [P, S, G]; None as residuals.
         record: the intermediates; None where nothing was quantized.
     """
 
     output: Tensor
     residuals: Tensor | None = None
-    steps: Tensor | None = None
+    bounds: Tensor | None = None
     record: Record | None = None
 
 
@@ -114,7 +114,7 @@ def all_reduce(
         Reduced; the output has shape [*shape].
     Raises:
         DTypeError: other dtypes.
-    Error: per value at most half a step of each rounding, P of them (two-shot: P - 1 contributions and the sum).
+    Error: per value at most `QuantConfig.reach` steps of each rounding, P of them (two-shot: P - 1 contributions and the sum).
     """
     if quant.bits == 16 or contributions.shape[0] == 1 or contributions[0].numel() == 0:
         total = in_rank_order(contributions.float()) if contributions.shape[0] > 1 else contributions[0].clone()
@@ -125,8 +125,8 @@ def all_reduce(
     output = leave(own_units(record.values, record.exponent), quant, cut, contributions.shape[1:], contributions.dtype)
     if residual == "none":
         return Reduced(output, record=record)
-    residuals, steps = local_residuals(record) if residual == "local" else group_residuals(record)
-    return Reduced(output, own_units(residuals, record.exponent), own_units(steps, record.exponent), record)
+    residuals, bounds = local_residuals(record) if residual == "local" else group_residuals(record)
+    return Reduced(output, own_units(residuals, record.exponent), own_units(bounds, record.exponent), record)
 
 
 def trace(
@@ -262,26 +262,25 @@ def local_residuals(record: Record) -> tuple[Tensor, Tensor]:
     """u_i = the rounding errors that rank i made: x' - DQ(Q(x')) where it pushed, s - DQ(Q(s)) on the segment that it owns.
 
     Returns:
-        (residuals fp32 [P, S, G, g], step of the rounding that made each, fp32 [P, S, G]).
+        (residuals fp32 [P, S, G, g], largest error of the rounding that made each, fp32 [P, S, G]).
     """
     residuals = record.compensated - record.received  # zero on own segments in two-shot
-    steps = record.pushed.grid.scale
+    bounds = record.pushed.grid.largest_error
     if record.gathered is not None:
         owner = torch.arange(residuals.shape[0], device=residuals.device)
         residuals[owner, owner] = record.sums - record.values
-        steps = steps.clone()
-        steps[owner, owner] = record.gathered.grid.scale
-    return residuals, steps
+        bounds[owner, owner] = record.gathered.grid.largest_error
+    return residuals, bounds
 
 
 def group_residuals(record: Record) -> tuple[Tensor, Tensor]:
     """u_i = x'_i - y / P (the paper, Section 3.3); y is the fp32 value before the cast to the output dtype.
 
     Returns:
-        (residuals fp32 [P, S, G, g], steps of the push, fp32 [P, S, G]; they do not bound this residual).
+        (residuals fp32 [P, S, G, g], bounds of the push's errors, fp32 [P, S, G]; they do not bound this residual).
     """
     world_size = record.compensated.shape[0]
-    return record.compensated - divide(record.values, world_size), record.pushed.grid.scale
+    return record.compensated - divide(record.values, world_size), record.pushed.grid.largest_error
 
 
 def injected_error(record: Record) -> Tensor:

@@ -79,8 +79,8 @@ class VirtualBackend:
         reduced = reference.all_reduce(x, quant, algorithm, returned, residual, rescale=rescale)
         if recording is not None:
             fill(recording, reduced, quant, x.dtype)
-        if state is not None and reduced.residuals is not None and reduced.steps is not None:
-            compensator.update(state, reduced.residuals, reduced.steps)
+        if state is not None and reduced.residuals is not None and reduced.bounds is not None:
+            compensator.update(state, reduced.residuals, reduced.bounds)
         return reduced.output if out is None else out.copy_(reduced.output)
 
 

@@ -60,7 +60,7 @@ def check_pass(backend, rank, quant, algorithm, feedback, dtype, numel, sites=3)
         expected = reference.all_reduce(every, quant, algorithm, correction(ideal), feedback.residual)
         torch.testing.assert_close(mine.cpu(), expected.output, rtol=0, atol=0, equal_nan=True)
         if state is not None:
-            update(ideal, expected.residuals, expected.steps)
+            update(ideal, expected.residuals, expected.bounds)
             for (values, exponents), want in zip(state.averages(), ideal.averages, strict=True):
                 flat = want.values[rank].reshape(-1)
                 assert torch.equal(values.cpu(), flat.view(torch.int8) if want.exponent is not None else flat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 
 import pytest
@@ -81,7 +82,7 @@ def test_pass_equals_the_reference(ranks, world_size, algorithm, quant, feedback
         for outputs, _ in results:
             torch.testing.assert_close(outputs[site], expected.output, rtol=0, atol=0, equal_nan=True)
         if feedback.enabled:
-            update(state, expected.residuals, expected.steps)
+            update(state, expected.residuals, expected.bounds)
             for rank, (_, averages) in enumerate(results):
                 for mine, want in zip(averages[site], state.averages, strict=True):
                     check_average(mine, want.values[rank].reshape(-1), None if want.exponent is None else want.exponent[rank].reshape(-1))
@@ -124,6 +125,9 @@ def test_codes_and_qparams_on_the_wire_are_the_reference_s(ranks, bits):
 
 def test_planes_and_chunk_order_of_the_kernels_are_those_of_the_wire():
     assert PLANES == packing.PLANES
+    for policy, bits in itertools.product(("symmetric", "asymmetric", "zero_aware", "compact"), (2, 3, 4, 5, 6)):
+        quant, spec = QuantConfig(bits=bits, policy=policy), Spec(2, 0, bits=bits, policy=policy)
+        assert (spec.clipped, spec.reach) == (quant.clipped, quant.reach)
     spec = Spec(2, 0)
     assert sorted(wire_chunk(spec, chunk) for chunk in range(16)) == list(range(16))
     assert [wire_chunk(spec, chunk) for chunk in range(5)] == [0, 4, 8, 12, 1]

@@ -42,7 +42,7 @@ values = st.floats(min_value=-3e4, max_value=3e4, width=32, allow_subnormal=True
     dtype=st.sampled_from(HALVES),
     shift=st.sampled_from([0.0, 3.0, -2000.0, 60000.0]),
 )
-def test_every_value_is_within_half_a_step(data: list[float], bits: int, policy: str, dtype: torch.dtype, shift: float) -> None:
+def test_every_value_is_within_the_largest_error(data: list[float], bits: int, policy: str, dtype: torch.dtype, shift: float) -> None:
     quant = QuantConfig(bits=bits, group_size=16, policy=policy, qparams="bf16" if dtype is torch.bfloat16 else "fp16")
     groups = torch.tensor([data]) * (0.1 if shift else 1.0) + shift
     grid = fit(groups, quant, dtype)
@@ -50,7 +50,28 @@ def test_every_value_is_within_half_a_step(data: list[float], bits: int, policy:
     restored = codec.dequantize(codec.quantize(groups, grid, quant), grid)
     # Half a step, and the fp32 rounding of (x - offset), x * inverse and level * scale + offset.
     slack = 4 * torch.finfo(torch.float32).eps * groups.abs().amax(-1, keepdim=True)
-    assert ((restored - groups).abs() <= 0.5 * grid.scale.unsqueeze(-1) * (1 + 1e-5) + slack).all()
+    assert ((restored - groups).abs() <= grid.largest_error.unsqueeze(-1) * (1 + 1e-5) + slack).all()
+    assert grid.reach == (1.0 if policy == "compact" and bits <= 4 else 0.5)
+
+
+def test_a_narrow_compact_scale_is_rounded_down_and_clips_both_ends_alike() -> None:
+    quant = QuantConfig(group_size=64, policy="compact")
+    below, above = 15 * (1 + 2.0**-4) - 1e-3, 15 * (1 + 2.0**-4) + 1e-3  # the scale is rounded down to 1 and to 1 + 1/16
+    worst = 0.0
+    for low in (-12.0, -7.73, -7.5, -3.2, 0.0):
+        groups = torch.stack([torch.linspace(low, low + size, 64) for size in (below, above)])
+        grid = fit(groups, quant, torch.bfloat16)
+        assert grid.scale.tolist() == [1.0, 1.0625]
+        error = (codec.dequantize(codec.quantize(groups, grid, quant), grid) - groups).abs() / grid.scale.unsqueeze(-1)
+        assert error.amax() <= grid.reach
+        assert error[1].amax() <= 0.5 + 1e-6
+        worst = max(worst, float(error[0].amax()))
+        codes = codec.to_codes(codec.quantize(groups, grid, quant), grid)
+        assert codes.min() >= 0
+        assert codes.max() <= 15
+    assert worst > 0.9  # the bound is nearly reached
+    wide = QuantConfig(bits=5, group_size=64, policy="compact")
+    assert fit(torch.linspace(-16, 15.1, 64).reshape(1, -1), wide, torch.bfloat16).scale.item() == 1.125  # rounded up
 
 
 @settings(max_examples=100, deadline=None)
@@ -112,6 +133,12 @@ def test_no_bf16_group_over_or_underflows() -> None:
         assert torch.isfinite(restored).all()
         assert (restored - groups).abs().max() <= grid.scale.max() * 0.5001
         assert grid.scale.max() <= max(2 * amplitude / 15 * 1.01, SMALLEST_BF16_SCALE)
+    compact = QuantConfig(policy="compact")
+    for amplitude in (3e38, 1e-37, 1e-39, 1e-42):
+        groups = (torch.rand(1, 128) * 2 - 1) * amplitude
+        grid = fit(groups, compact, torch.bfloat16)
+        restored = codec.dequantize(codec.quantize(groups, grid, compact), grid)
+        assert ((restored - groups).abs() <= grid.largest_error.unsqueeze(-1) * 1.0001).all()
 
 
 def test_a_range_beyond_fp16_is_a_non_finite_group() -> None:

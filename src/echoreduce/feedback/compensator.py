@@ -7,7 +7,7 @@ direction of one pass; `reset` at the start of a pass frees nothing and clears n
 
 Storage: fp32 and bf16 as they are. The float8 types keep a power of two a group, 2**e >= bound / 256, so that neither a massive
 activation (step over 448) nor a tiny gradient (step under 2**-9) leaves the range; scaling by it is exact. With the local residual
-and single-step feedback the bound is half the step, known without a look at the data; else it is the group's largest magnitude.
+and single-step feedback the bound is that of the rounding, known without a look at the data; else it is the group's largest magnitude.
 A non-finite residual is stored as zero: it never enters the next site.
 
 Source: the paper, Section 5.1; docs/design.md, Section 5.
@@ -74,13 +74,13 @@ def correction(state: FeedbackState) -> Tensor | None:
     return total
 
 
-def update(state: FeedbackState, residual: Tensor, step: Tensor) -> None:
+def update(state: FeedbackState, residual: Tensor, bound: Tensor) -> None:
     """Refresh the averages with u_k (Eq. 11).
 
     Args:
         state: changed in place.
         residual: u_k, fp32, shape [*batch, groups, group_size]; non-finite values count as zero.
-        step: scale of the grid on which each group was last rounded, fp32, shape [*batch, groups].
+        bound: largest error of the rounding that made it (`Grid.largest_error`), fp32, shape [*batch, groups].
     """
     residual = residual.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     bounded = state.config.residual == "local"
@@ -91,21 +91,21 @@ def update(state: FeedbackState, residual: Tensor, step: Tensor) -> None:
             value = residual * (1.0 - decay)
             if state.averages:
                 value = load(state.averages[index]) * decay + value
-        fresh.append(store(value, state.config, step if bounded and decay == 0.0 else None))
+        fresh.append(store(value, state.config, bound if bounded and decay == 0.0 else None))
     state.averages = fresh
 
 
-def store(value: Tensor, config: FeedbackConfig, step: Tensor | None = None) -> Average:
+def store(value: Tensor, config: FeedbackConfig, bound: Tensor | None = None) -> Average:
     """Bring an average to the state's dtype.
 
     Args:
         value: fp32, shape [*batch, groups, group_size], finite.
-        step: if given, |value| <= step / 2 is known, and step (shape [*batch, groups]) sets the float8 exponent.
+        bound: if given, |value| <= bound is known, and bound (shape [*batch, groups]) sets the float8 exponent.
     """
     dtype = STATE_DTYPES[config.state]
     if dtype in (torch.float32, torch.bfloat16):
         return Average(value.to(dtype))
-    bound = value.abs().amax(-1) if step is None else 0.5 * torch.where(torch.isfinite(step), step, 0.0)
+    bound = value.abs().amax(-1) if bound is None else torch.where(torch.isfinite(bound), bound, 0.0)
     exponent = (ceil_log2(bound) - 8).clamp_(*EXPONENT_RANGE)
     scaled = value * power_of_two(-exponent).unsqueeze(-1)
     return Average(scaled.to(dtype), exponent.to(torch.int8))

@@ -107,7 +107,7 @@ def fit(x, spec: tl.constexpr):
         low = tl.where(low > 0, 0.0, low)  # NaN stays
         high = tl.where(high < 0, 0.0, high)
         raw = tl.math.div_rn(0.5 * high - 0.5 * low, constant(0.5 * spec.top, spec))
-        return _finish_compact(raw, low, spec)
+        return _finish_compact(raw, low, high, spec)
     if spec.symmetric:
         raw = tl.math.div_rn(tl.maximum(high, -low), constant(spec.limit, spec))
         one_sided = low != low
@@ -156,21 +156,25 @@ def _finish(raw, low, one_sided, offset_bits, spec: tl.constexpr):
 
 
 @triton.jit
-def _finish_compact(raw, low, spec: tl.constexpr):
-    """As `_finish`, for a scale and a zero point in one word."""
+def _finish_compact(raw, low, high, spec: tl.constexpr):
+    """As `_finish`, for a scale and a zero point in one word; narrow codes round the scale down and centre the grid."""
     dropped: tl.constexpr = 23 - spec.mantissa
     unit: tl.constexpr = 1 << spec.mantissa  # of the exponent
     size = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = size < 0x7F800000
-    field = (tl.where(finite, size, 0) + ((1 << dropped) - 1)) >> dropped
-    field = tl.where((field > 0) & (field < unit), unit, field)
+    raised: tl.constexpr = 0 if spec.clipped else ((1 << dropped) - 1)
+    field = (tl.where(finite, size, 0) + raised) >> dropped
+    field = tl.where((size > 0) & (field < unit), unit, field)
     finite = finite & (field < 255 * unit)
     field = tl.where(finite, field, 255 * unit + unit // 2)
     scale = (field << dropped).to(tl.float32, bitcast=True)
     inverse = tl.where(field == 0, 0.0, tl.math.div_rn(constant(1.0, spec), tl.where(field == 0, 1.0, scale)))
-    centred = (-low * inverse + MAGIC) - MAGIC
-    centred = tl.minimum(tl.maximum(centred, 0.0), spec.top * 1.0)
-    zero = tl.where(finite, centred, 0.0)
+    if spec.clipped:
+        middle = 0.5 * spec.top - (0.5 * low + 0.5 * high) * inverse
+    else:
+        middle = -low * inverse
+    zero = tl.minimum(tl.maximum((middle + MAGIC) - MAGIC, 0.0), spec.top * 1.0)
+    zero = tl.where(finite & (field > 0), zero, 0.0)
     word = (field << spec.bits) | zero.to(tl.int32)
     return scale, inverse, zero, constant(0.0, spec), word, finite
 
@@ -183,12 +187,14 @@ def rows4(v):
 
 @triton.jit
 def round_values(x, inverse, zero, offset, spec: tl.constexpr):
-    """Levels of a tile's values plus MAGIC, fp32: half to even, clipped at the upper end only."""
+    """Levels of a tile's values plus MAGIC, fp32: half to even, clipped at the upper end, on a centred grid at both."""
     if spec.symmetric:
         rounded = x * rows4(inverse) + MAGIC
         return tl.minimum(rounded, MAGIC + spec.limit)
     elif spec.compact:
         rounded = x * rows4(inverse) + MAGIC
+        if spec.clipped:
+            rounded = tl.maximum(rounded, rows4(-zero + MAGIC))
         return tl.minimum(rounded, rows4(spec.top - zero + MAGIC))
     else:
         rounded = (x - rows4(offset)) * rows4(inverse) + MAGIC

@@ -24,6 +24,9 @@ PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6:
 
 CHUNK = 8
 
+#: As `config.CLIPPED_BITS` (a test compares them).
+CLIPPED_BITS = 4
+
 #: Flags a (stage, source) pair has: the most chunks that one call may cut a segment into.
 SLOTS = 4096
 
@@ -145,6 +148,16 @@ class Spec:
     def compact(self) -> bool:
         """Scale and zero point share one 16-bit word."""
         return self.policy == "compact"
+
+    @property
+    def clipped(self) -> bool:
+        """The scale is rounded down and the grid centred, `QuantConfig.clipped`."""
+        return self.compact and self.bits <= CLIPPED_BITS
+
+    @property
+    def reach(self) -> float:
+        """Largest rounding error of a value in steps, `QuantConfig.reach`."""
+        return 1.0 if self.clipped else 0.5
 
     @property
     def one_word(self) -> bool:

@@ -185,7 +185,7 @@ def store_average(value, step, values, exponents, group, real, bounded: tl.const
     """
     if spec.float8:
         if bounded:
-            bound = 0.5 * tl.where(step < float("inf"), step, 0.0)
+            bound = spec.reach * tl.where(step < float("inf"), step, 0.0)
         else:
             bound = tl.max(tl.max(tl.max(tl.abs(value), 3), 2), 0)
         exponent = tl.minimum(tl.maximum(ceil_log2(bound) - 8, -126), 126)

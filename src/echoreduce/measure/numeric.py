@@ -3,7 +3,7 @@
     what is compared                                    tolerance
     codes, qparams, state, outputs across ranks          bitwise
     outputs across backends, algorithm fixed             bitwise
-    output against the exact sum                         `bound`: half a step a rounding, times SLACK for 16-bit qparams and output
+    output against the exact sum                         `bound`: `QuantConfig.reach` steps a rounding, SLACK for 16-bit qparams and output
     sums in another order (16-bit paths, baselines)      P ulps of the 16-bit type at the magnitude of the largest partial sum
 
 Source: docs/design.md, Section 4; cases.md ("Bound").
@@ -44,7 +44,8 @@ def steps(values: Tensor, quant: QuantConfig) -> Tensor:
     low, high = flat.reshape(-1, size).aminmax(dim=-1)
     if quant.layout == "compact":
         low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-        step = (high - low) * (1.0 + 2.0 ** (quant.bits - 8)) / ((1 << quant.bits) - 1)
+        wider = 0.0 if quant.clipped else 2.0 ** (quant.bits - 8)
+        step = (high - low) * (1.0 + wider) / ((1 << quant.bits) - 1)
     elif quant.policy == "symmetric":
         step = torch.maximum(high, -low) / ((1 << (quant.bits - 1)) - 1)
     else:
@@ -65,7 +66,7 @@ def turn(values: Tensor, quant: QuantConfig) -> Tensor:
 
 
 def bound(contributions: list[Tensor], exact: Tensor, quant: QuantConfig, dtype: torch.dtype) -> Tensor:
-    """Largest error that a value of the sum may have: half a step for each contribution and for the sum, and the output's rounding.
+    """Largest error that a value of the sum may have: `QuantConfig.reach` steps a rounding, and the output's rounding.
 
     Args:
         contributions: x of each rank, flat.
@@ -79,11 +80,11 @@ def bound(contributions: list[Tensor], exact: Tensor, quant: QuantConfig, dtype:
         groups = turned.reshape(-1, quant.group_size).square().sum(-1).sqrt()  # a rotation keeps the length of a group's error
         spread = groups.repeat_interleave(quant.group_size)[: exact.numel()]
         return SLACK * spread + exact.abs().float() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
-    total = 0.5 * sum((steps(x, quant) for x in contributions), torch.zeros_like(exact, dtype=torch.float32))
+    total = quant.reach * sum((steps(x, quant) for x in contributions), torch.zeros_like(exact, dtype=torch.float32))
     # The rounded sum spans at most the exact one's range plus the error that the contributions brought in.
     levels = (1 << quant.bits) - 1
     largest = total.reshape(-1)
-    total = total + 0.5 * (steps(exact, quant) + 2.0 * largest / levels * (2 if quant.policy == "symmetric" else 1))
+    total = total + quant.reach * (steps(exact, quant) + 2.0 * largest / levels * (2 if quant.policy == "symmetric" else 1))
     return SLACK * total + exact.abs().float() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
 
 

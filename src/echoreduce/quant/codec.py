@@ -2,9 +2,9 @@
 
     level = min(round((x - offset) * (1 / scale)), 2**bits - 1 - zero),   code = level + zero,   x^ = level * scale + offset
 
-Rounding is half to even. Only the upper end needs clipping: `zero` is the rounded image of the minimum under the same monotone map, so
-no level falls below -zero. `levels` (fp32) and codes (uint8) carry the same information; the reference works on levels, which saves two
-passes, and the wire on codes.
+Rounding is half to even. Only the upper end needs clipping, unless the grid is centred (`QuantConfig.clipped`): `zero` is the rounded
+image of the minimum under the same monotone map, so no level falls below -zero. `levels` (fp32) and codes (uint8) carry the same
+information; the reference works on levels, which saves two passes, and the wire on codes.
 
 Source: the paper, Eq. 8 and 9; docs/design.md, Section 4.
 """
@@ -28,7 +28,7 @@ def quantize(groups: Tensor, grid: Grid, quant: QuantConfig) -> Tensor:
     Returns:
         Levels, fp32 integers (code - zero), shape of `groups`; NaN in non-finite groups.
     Cost: reads `groups` once, writes as many fp32 values.
-    Error: at most scale / 2 per value after `dequantize`.
+    Error: at most `grid.largest_error` per value after `dequantize`.
     """
     if quant.policy == "symmetric":
         rounded = (groups * grid.inverse.unsqueeze(-1)).round_()
@@ -36,6 +36,8 @@ def quantize(groups: Tensor, grid: Grid, quant: QuantConfig) -> Tensor:
     else:
         rounded = (groups - grid.offset.unsqueeze(-1)).mul_(grid.inverse.unsqueeze(-1)).round_()
         top = levels(quant.bits) - grid.zero
+        if quant.clipped:
+            torch.maximum(rounded, -grid.zero.unsqueeze(-1), out=rounded)
     return torch.minimum(rounded, top.unsqueeze(-1), out=rounded)
 
 

@@ -7,13 +7,17 @@ The grid of a group has 2**bits levels, `(code - zero) * scale + offset`. Three 
     zero_aware   the group straddles zero: zero = round(-min / scale), an integer, so that 0 is a level; offset = 0
                  the group lies on one side of zero: as asymmetric
     compact      zero_aware with the range of every group widened to include zero: never an offset, so that b bits of zero point and
-                 16 - b bits of scale (8 exponent, 8 - b mantissa bits, rounded up) share one 16-bit word
+                 16 - b bits of scale (8 exponent, 8 - b mantissa bits) share one 16-bit word. Up to 4 bits the scale is rounded down
+                 and the grid centred on the range, zero = round((2**b - 1) / 2 - (min + max) / (2 scale)); values beyond either
+                 end are clipped to it. Above 4 bits the scale is rounded up
 
 Where the paper lets the two cases of zero_aware "blend smoothly", ours meet: at min = 0 both give zero = 0 and offset = 0, and a group
 that straddles zero by less than half a step is rounded to the same grid (docs/differences.md).
 
 Range safety (docs/design.md, Section 4), which the paper lacks:
-  * scale is rounded up and offset down to 16 bits, so every value lies within half a step of a level;
+  * scale is rounded up and offset down to 16 bits, so every value lies within half a step of a level (`QuantConfig.reach`: one
+    step where the scale is rounded down. The range has less than 15 (1 + 2**-4) steps there: half of what is too much, 0.47, and half a
+    step of the zero point's own rounding);
   * a far one-sided group keeps its minimum as offset, because its zero point would not fit 16 bits; the scale's sign bit, otherwise
     free, says that the second parameter is an offset;
   * a NaN or Inf in a group, or a range that the 16-bit type cannot hold, makes the scale NaN and thus the whole group NaN.
@@ -50,6 +54,7 @@ class Grid:
         zero: integer code of the level `offset` (0 .. 2**bits - 1).
         offset: value of that level; representable in the 16-bit qparams type.
         one_sided: bool, whether the second wire parameter is the offset (else the zero point).
+        reach: largest rounding error of a value in steps, `QuantConfig.reach`.
     """
 
     scale: Tensor
@@ -57,6 +62,12 @@ class Grid:
     zero: Tensor
     offset: Tensor
     one_sided: Tensor
+    reach: float = 0.5
+
+    @property
+    def largest_error(self) -> Tensor:
+        """Bound of the rounding error of each group's values; NaN for non-finite groups."""
+        return self.scale * self.reach
 
 
 def levels(bits: int) -> int:
@@ -110,11 +121,13 @@ def compact_mantissa(bits: int) -> int:
     return 8 - bits
 
 
-def round_up_compact(x: Tensor, bits: int) -> Tensor:
-    """Smallest number with 8 exponent and `compact_mantissa(bits)` mantissa bits that is not below x >= 0, as fp32; overflow gives Inf."""
-    dropped = 23 - compact_mantissa(bits)
-    raised = (x.view(torch.int32) + ((1 << dropped) - 1)) >> dropped << dropped
-    return torch.where(torch.isfinite(x), raised.view(torch.float32), x)
+def round_compact(x: Tensor, quant: QuantConfig) -> Tensor:
+    """x >= 0 with 8 exponent and `compact_mantissa(bits)` mantissa bits, as fp32: the largest such number that is not above x if
+    `quant.clipped`, else the smallest that is not below x; overflow gives Inf."""
+    dropped = 23 - compact_mantissa(quant.bits)
+    raised = 0 if quant.clipped else (1 << dropped) - 1
+    rounded = (x.view(torch.int32) + raised) >> dropped << dropped
+    return torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
 
 
 def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
@@ -127,7 +140,7 @@ def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
     Returns:
         Grid with tensors of shape [*batch, groups].
     Cost: one read of `groups`.
-    Error: every finite value of a group lies within scale / 2 of a level.
+    Error: every finite value of a group lies within `Grid.largest_error` of a level, scale / 2 but for narrow `compact` codes.
     """
     low, high = groups.amin(-1), groups.amax(-1)  # both let a NaN through; together faster than aminmax on CPU
     if quant.layout == "compact":
@@ -144,15 +157,15 @@ def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
         offset = torch.where(one_sided, round_down(low, qparams), torch.zeros_like(low))
         # Halved, so that max - min of large fp32 values stays finite; halving is exact.
         raw = divide(0.5 * high - 0.5 * torch.where(one_sided, offset, low), 0.5 * levels(quant.bits))
-    return _finish(raw, low, offset, one_sided, quant, qparams)
+    return _finish(raw, low, high, offset, one_sided, quant, qparams)
 
 
-def _finish(raw: Tensor, low: Tensor, offset: Tensor, one_sided: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
-    """Round the scale up, mark non-finite groups, and place the zero point."""
+def _finish(raw: Tensor, low: Tensor, high: Tensor, offset: Tensor, one_sided: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
+    """Round the scale, mark non-finite groups, and place the zero point."""
     raw = raw.abs()  # a group of zeros may give -0, whose sign bit would mean an offset
-    scale = round_up_compact(raw, quant.bits) if quant.layout == "compact" else round_up(raw, qparams)
+    scale = round_compact(raw, quant) if quant.layout == "compact" else round_up(raw, qparams)
     if qparams == torch.bfloat16:
-        scale = torch.where((scale > 0) & (scale < SMALLEST_BF16_SCALE), SMALLEST_BF16_SCALE, scale)
+        scale = torch.where((raw > 0) & (scale < SMALLEST_BF16_SCALE), SMALLEST_BF16_SCALE, scale)
     finite = torch.isfinite(scale) & torch.isfinite(offset)
     scale = torch.where(finite, scale, torch.nan)
     offset = torch.where(finite, offset, 0.0)
@@ -161,9 +174,10 @@ def _finish(raw: Tensor, low: Tensor, offset: Tensor, one_sided: Tensor, quant: 
     if quant.policy == "symmetric":
         zero = torch.full_like(scale, symmetric_limit(quant.bits))
     else:
-        zero = torch.round(-low * inverse).clamp_(0, levels(quant.bits)).abs_()
-        zero = torch.where(one_sided | ~finite, 0.0, zero)
-    return Grid(scale, inverse, zero, offset, one_sided)
+        middle = 0.5 * levels(quant.bits) - (0.5 * low + 0.5 * high) * inverse if quant.clipped else -low * inverse
+        zero = torch.round(middle).clamp_(0, levels(quant.bits)).abs_()
+        zero = torch.where(one_sided | ~finite | (scale == 0), 0.0, zero)
+    return Grid(scale, inverse, zero, offset, one_sided, quant.reach)
 
 
 def to_wire(grid: Grid, quant: QuantConfig, qparams: torch.dtype) -> Tensor:
@@ -197,7 +211,7 @@ def from_wire(words: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:
         scale = (word >> quant.bits << (23 - compact_mantissa(quant.bits))).view(torch.float32)
         inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
         zero = (word & levels(quant.bits)).float()
-        return Grid(scale, inverse, zero, torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.bool))
+        return Grid(scale, inverse, zero, torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.bool), quant.reach)
     scale = (first & 0x7FFF).view(qparams).float()
     if quant.policy == "symmetric":
         one_sided = torch.zeros_like(scale, dtype=torch.bool)

@@ -166,8 +166,8 @@ class C10dBackend:
         cut = partition(x.numel(), self.world_size, how.quant.group_size)
         shared = self._shared(self._compensated(x, cut, how.quant, state), cut, how, x.dtype)
         if state is not None:
-            residual, steps = self._residual(shared, state.config)
-            compensator.update(state, reference.own_units(residual, shared.exponent), reference.own_units(steps, shared.exponent))
+            residual, bounds = self._residual(shared, state.config)
+            compensator.update(state, reference.own_units(residual, shared.exponent), reference.own_units(bounds, shared.exponent))
         output = reference.leave(reference.own_units(shared.values, shared.exponent), how.quant, cut, x.shape, x.dtype)
         if recording is not None:
             recording.keep_wire(shared.wire, how.quant, output) if shared.exponent is None else recording.keep_output(output)
@@ -221,15 +221,14 @@ class C10dBackend:
         return arrived.reshape(self.world_size, *sent.shape)
 
     def _residual(self, shared: Shared, feedback: FeedbackConfig) -> tuple[Tensor, Tensor]:
-        """This rank's residual and the steps that bound it; as `reference.local_residuals` and `group_residuals`."""
+        """This rank's residual and its bounds; as `reference.local_residuals` and `group_residuals`."""
         if feedback.residual == "group":
             return shared.compensated - divide(shared.values, self.world_size), shared.pushed.grid.scale
-        residual, steps = shared.compensated - shared.pushed.values(), shared.pushed.grid.scale
+        residual, bounds = shared.compensated - shared.pushed.values(), shared.pushed.grid.largest_error
         if shared.sums is not None and shared.reduced is not None:
             residual[self.rank] = shared.sums - shared.values[self.rank]
-            steps = steps.clone()
-            steps[self.rank] = shared.reduced.grid.scale
-        return residual, steps
+            bounds[self.rank] = shared.reduced.grid.largest_error
+        return residual, bounds
 
     def _exchange_headers(self, x: Tensor, how: Settings, state: FeedbackState | None) -> None:
         algorithm = how.algorithm + (" rescaled" if how.rescale else "")

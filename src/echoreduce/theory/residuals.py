@@ -6,7 +6,9 @@ Theorem 1 takes q as given. But a site quantizes x' = x + c, and c is made of ea
     group   u_i = x'_i - y/P = (x'_i - mean_j x'_j) - delta/P: the deviations of the ranks come back,
             x'_i - mean = d_i + eta sum_r w_r (x'_i - mean) of earlier sites, whose worst case is D / (1 - eta)
 
-so with the group residual q grows with the gain and has no bound independent of the number of sites at gain one.
+`compact` codes of up to 4 bits clip: |u| is bounded by one step there (`QuantConfig.reach`) and p* = W / (L - 2 eta).
+
+So with the group residual q grows with the gain and has no bound independent of the number of sites at gain one.
 
 Units: widths (max - min over a quantization group) and steps in the unit of x; L = steps that the grid lays over the width.
 Leaves out: float8 state (adds 2**-4 of half a step), the rounding of the output to 16 bits, rotation (take the widths after it).
