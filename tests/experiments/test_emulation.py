@@ -57,11 +57,23 @@ def test_group_grid_without_changes_is_the_library_grid(bits: int, slide: float,
     assert ours.bits_per_value == quant.bits_per_value()
 
 
+@pytest.mark.parametrize(("bits", "rounding"), [(2, "down"), (4, "down"), (5, "up"), (6, "up")])
+def test_one_word_grid_is_the_compact_grid_of_the_library(bits: int, rounding: str) -> None:
+    quant = QuantConfig(bits=bits, group_size=64, policy="compact")
+    x = contributions(3, 2048)
+    ours = GroupGrid(bits=bits, group_size=64, gap=ALWAYS, one_word=True, rounding=rounding)
+    assert torch.equal(ours.encode_decode(x), LibraryGrid(quant).encode_decode(x))
+    other = GroupGrid(bits=bits, group_size=64, gap=ALWAYS, one_word=True, rounding="nearest")
+    assert not torch.equal(other.encode_decode(x), LibraryGrid(quant).encode_decode(x))
+    assert ours.bits_per_value == quant.bits_per_value()
+
+
 FORMATS: list[Format] = [
     GroupGrid(gap=ALWAYS),
     GroupGrid(gap=0.25),
     GroupGrid(slide=2.0),
     GroupGrid(gap=ALWAYS, one_word=True, group_size=32),
+    GroupGrid(gap=ALWAYS, one_word=True, group_size=64, rounding="down", below=(0, 1)),
     GroupGrid(spikes=1),
     GroupGrid(spikes=2, group_size=32),
     GroupGrid(shrink=(1.0, 0.9, 0.8)),
