@@ -11,7 +11,7 @@
     ├── PassError (RuntimeError)          a session is used wrongly: too many sites, concurrent use, no open pass
     └── CheckError (RuntimeError)         a self-check (bench, check, simulate) found a wrong result
 
-    EchoReduceWarning (UserWarning)       something was replaced by something slower or coarser; given once, with the reason
+    EchoReduceWarning (UserWarning)       something was replaced by something slower or coarser, or is known to do harm
 
 Every exception is also a subclass of the built-in named in parentheses, so that code which catches only built-ins works.
 Internal faults are plain `assert` statements with a text.
@@ -69,4 +69,4 @@ class CheckError(EchoReduceError, RuntimeError):
 
 
 class EchoReduceWarning(UserWarning):
-    """Something was replaced by something slower or coarser. Given once per process and reason."""
+    """Something was replaced by something slower or coarser, or a configuration is known to do harm."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from echoreduce import preset
-from echoreduce.errors import ConfigError, PassError
+from echoreduce.errors import ConfigError, EchoReduceWarning, PassError
 from echoreduce.integrations.transformers import SiteLinear, attach, row_parallel_linears
 from echoreduce.virtual import column_bounds, partial_products
 from ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*norms its sums")
 ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3")
 
 
@@ -179,3 +181,17 @@ def test_partial_products_sum_to_the_product(world_size: int) -> None:
     bounds = [column_bounds(66, world_size, rank) for rank in range(world_size)]
     assert [stop for _, stop in bounds[:-1]] == [start for start, _ in bounds[1:]]
     torch.testing.assert_close(partial_products(x, weight, world_size).sum(0), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_feedback_on_a_model_that_norms_its_sums_is_warned_of(architecture: str) -> None:
+    model = tiny(architecture)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attach(model, "default", world_size=2).detach()
+        normed = len([w for w in caught if issubclass(w.category, EchoReduceWarning) and "norms its sums" in str(w.message)])
+        assert normed == architecture.startswith("Gemma")
+        assert all(w.filename == __file__ for w in caught if issubclass(w.category, EchoReduceWarning))
+        caught.clear()
+        attach(model, "int8", world_size=2).detach()
+        assert not [w for w in caught if issubclass(w.category, EchoReduceWarning)]

@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 
 from echoreduce.errors import ConfigError
 from echoreduce.integrations.transformers import row_parallel_linears
+from echoreduce.integrations.transformers_tp import norms_sums
 
 Hook = Callable[[int, Tensor], Tensor | None]
 
@@ -66,7 +67,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
     for index, layer in enumerate(layers_of(model)):
         inside = {id(module) for module in layer.modules()}
         names = [name for name, module in linears.items() if id(module) in inside]
-        sandwich = hasattr(layer, "pre_feedforward_layernorm") and hasattr(layer, "post_feedforward_layernorm")
+        sandwich = norms_sums(layer)
         second = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
         if len(names) != 2 or not hasattr(layer, "input_layernorm") or not hasattr(layer, second):
             raise ConfigError(

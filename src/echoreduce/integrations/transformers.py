@@ -12,7 +12,7 @@ Sharded weights, and training with all-reduces in both directions, are `distribu
 
 Leaves out: sharding the weights (each process holds the whole model) and the all-reduces of the backward pass (each process has the
 whole gradient); activation checkpoints work.
-Gemma 2 and 3 norm the sum before it joins the residual stream: the mechanism runs, the paper's guarantee does not cover it.
+Gemma 2 and 3 norm the sum before it joins the residual stream: the mechanism runs, but feedback does harm there: a warning says so.
 Source: docs/design.md, Section 7; Shoeybi et al., 2019 (row-parallel linears).
 """
 
@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echoreduce.communicator import Communicator
-from echoreduce.config import EchoConfig, preset
+from echoreduce.config import EchoConfig
 from echoreduce.errors import ConfigError
 from echoreduce.integrations.tensor_parallel import PassHooks, exchange
-from echoreduce.integrations.transformers_tp import distributed_config, enable
+from echoreduce.integrations.transformers_tp import advise, distributed_config, enable
 from echoreduce.runtime.backend import Backend
 from echoreduce.session import Session
 from echoreduce.virtual import VirtualBackend, partial_product, partial_products
@@ -110,7 +110,7 @@ def attach(
     modules = row_parallel_linears(model)
     if backend is None:
         backend = VirtualBackend(world_size) if world_size is not None else Communicator(group).backend
-    session = Session(backend, preset(config) if isinstance(config, str) else config, sites=len(modules))
+    session = Session(backend, advise(model, config), sites=len(modules))
     for name, module in modules.items():
         exchange(module, SiteLinear, session, name)
     return Attachment(model, session, PassHooks(session).install(getattr(model, "base_model", model)))

@@ -15,7 +15,7 @@ Leaves out, and what is known:
   * Output heads and embeddings keep the plan's own styles, 16 bits, one backward all-reduce for a sharded head.
   * `rowwise_split_input` (Phi-3; attention of OLMo 2) keeps its own style: those are no sites.
   * Mixture of experts: attention sites are ours; experts sum in 16 bits with their own style (`moe_tp_experts`), forward and backward.
-  * Gemma 2 and 3 norm the sum before it joins the residual stream: the mechanism runs, the paper's guarantee does not cover it.
+  * Gemma 2 and 3 norm the sum before it joins the residual stream: the mechanism runs, but feedback does harm there: a warning says so.
   * Expert, sequence and pipeline parallelism, quantized linears: not touched.
 Source: transformers/distributed/tensor_parallel.py (5.17 read; 5.16 and 5.24 have the same seam); docs/training.md.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch import nn
 
 from echoreduce.communicator import BackendName, Communicator
 from echoreduce.config import EchoConfig, preset
-from echoreduce.errors import ConfigError
+from echoreduce.errors import ConfigError, EchoReduceWarning
 from echoreduce.integrations.tensor_parallel import BlockHook, ColumnLinear, PassHooks, RowLinear, exchange, shared
 from echoreduce.session import Session
 
@@ -82,6 +83,25 @@ def parts(model: Any) -> dict[str, str]:
             found[name] = "column" if name.rpartition(".")[0] in blocks else "lone column"
         elif name in rows | norms:
             found[name] = "row" if name in rows else "norm"
+    return found
+
+
+def norms_sums(module: nn.Module) -> bool:
+    """Whether a layer, or a model's layers, norm the sum of a block before it joins the residual stream, as Gemma 2 and 3 do."""
+    return any(hasattr(m, "pre_feedforward_layernorm") and hasattr(m, "post_feedforward_layernorm") for m in module.modules())
+
+
+def advise(model: nn.Module, config: EchoConfig | str) -> EchoConfig:
+    """The configuration, with a warning where feedback is known to do harm: a norm rescales what was meant to cancel an error."""
+    found = preset(config) if isinstance(config, str) else config
+    if found.feedback.enabled and norms_sums(model):
+        warnings.warn(
+            f"{type(model).__name__} norms its sums before they join the residual stream: feedback does harm there (Gemma 3 270M, "
+            "docs/accuracy.md). Use preset 'int8', or rotation without feedback: "
+            "EchoConfig(QuantConfig(bits=5, group_size=32, rotation='hadamard'), NO_FEEDBACK)",
+            EchoReduceWarning,
+            stacklevel=3,
+        )
     return found
 
 
@@ -195,7 +215,7 @@ def distributed_config(
         blank = AutoModelForCausalLM.from_config(of) if model_class is None else model_class._from_config(of)
     found = parts(blank)
     plan = dict(blank.tp_plan)
-    installer = Installer(found, preset(config) if isinstance(config, str) else config, backend, record)
+    installer = Installer(found, advise(blank, config), backend, record)
     prefix = f"echoreduce {next(_numbers)}"
     for name, part in found.items():
         key, style = generic(name), f"{prefix} {part}"
@@ -281,7 +301,7 @@ def enable(
     if group is None:
         mesh = model._device_mesh
         group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
-    installer = Installer(found, preset(config) if isinstance(config, str) else config, backend, record)
+    installer = Installer(found, advise(model, config), backend, record)
     enabled = Enabled(model, installer.open(group))
     for name, part in found.items():
         enabled.give(installer, part, modules[name])
