@@ -98,7 +98,7 @@ def advise(model: nn.Module, config: EchoConfig | str) -> EchoConfig:
         warnings.warn(
             f"{type(model).__name__} norms its sums before they join the residual stream: feedback does harm there (Gemma 3 270M, "
             "docs/accuracy.md). Use preset 'int8', or rotation without feedback: "
-            "EchoConfig(QuantConfig(bits=5, group_size=32, rotation='hadamard'), NO_FEEDBACK)",
+            "EchoConfig(QuantConfig(bits=6, group_size=64, rotation='hadamard'), NO_FEEDBACK)",
             EchoReduceWarning,
             stacklevel=3,
         )
