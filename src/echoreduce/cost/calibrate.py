@@ -7,9 +7,8 @@ two ranks, each sends two). A round of m messages of b bytes on a host whose pro
 
     alpha + s wakeup + m (overhead + min(b, 1 MiB) beta_host + max(b - 1 MiB, 0) beta_large) + b gamma     (s of its ranks send)
 
-if it stands alone, but ranks run ahead of each other and hide part of alpha. So the
-constants are those with which the simulator, playing the same probes, comes nearest to the measured times (least squares of logarithms by
-Levenberg and Marquardt, from a linear fit). The
+if it stands alone, but ranks run ahead of each other and hide part of alpha. So the constants are those with which the simulator, playing
+the same probes, comes nearest to the measured times (least squares of logarithms by Levenberg and Marquardt, from a linear fit). The
 link's own beta comes from `pair`. Where a shift costs no more a byte than a pair, links share nothing and the host term is left out. With
 more processes than cores the host term is not a detail: it is the time that cores need to move everybody's bytes. Constants are fitted for
 each world size, since alpha then contains the scheduler.

@@ -55,6 +55,8 @@ class Host:
         beta: seconds a byte.
         beta_large: seconds a byte of a message beyond its first `cached` bytes; None is `beta`.
         cached: bytes of a message that caches hold on their way.
+    Raises:
+        ConfigError: a time is negative or not finite, or `cached` is negative.
     """
 
     wakeup: float

@@ -92,7 +92,15 @@ def norms_sums(module: nn.Module) -> bool:
 
 
 def advise(model: nn.Module, config: EchoConfig | str) -> EchoConfig:
-    """The configuration, with a warning where feedback is known to do harm: a norm rescales what was meant to cancel an error."""
+    """The configuration, with a warning where feedback is known to do harm: a norm rescales what was meant to cancel an error.
+
+    Args:
+        model: whole, sharded or on the meta device; only the names of its modules are looked at.
+        config: a preset's name or an `EchoConfig`.
+    Raises:
+        ConfigError: no such preset.
+    Source: docs/accuracy.md, Gemma 3 270M.
+    """
     found = preset(config) if isinstance(config, str) else config
     if found.feedback.enabled and norms_sums(model):
         warnings.warn(

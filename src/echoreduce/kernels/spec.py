@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from echoreduce.config import CLIPPED_BITS
+
 #: Widths of the planes that carry a code, lowest bits first; the same table as `quant.packing.PLANES` (a test compares them).
 PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 CHUNK = 8
-
-#: As `config.CLIPPED_BITS` (a test compares them).
-CLIPPED_BITS = 4
 
 #: Flags a (stage, source) pair has: the most chunks that one call may cut a segment into.
 SLOTS = 4096
