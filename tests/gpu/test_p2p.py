@@ -1,71 +1,24 @@
-"""The P2P backend on all GPUs of the machine, two to eight: every bit as in the CPU reference, eager and as a CUDA graph."""
+"""The P2P backend, every bit as in the CPU reference, eager and as a CUDA graph: on all GPUs of the machine, and with two, three, four
+and eight ranks on whatever GPUs there are, one included."""
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from contributions import contributions
 from echoreduce import reference
-from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
-from echoreduce.feedback.compensator import FeedbackState, correction, update
+from echoreduce.config import NO_FEEDBACK, PRESETS, FeedbackConfig, QuantConfig
+from gpu_ranks import check_pass, open_backend, run
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(1)
 WORLD = min(8, max(2, torch.cuda.device_count()))
 CALLS = 400
 PAPER = FeedbackConfig("group", 0.75, 0.35, (0.7, 0.3), "fp32")
 FLOAT8 = FeedbackConfig(state="float8_e4m3")
-
-
-def _serve(rank, port, world, function, arguments):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device, timeout=timedelta(seconds=60))
-    function(rank, *arguments)
-    dist.destroy_process_group()
-
-
-def run(function, *arguments, world=WORLD):
-    """Call function(rank, *arguments) in `world` processes, one a GPU; a failure there fails the test with its traceback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_serve, args=(port, world, function, arguments), nprocs=world, join=True)
-
-
-def open_backend(**options):
-    from echoreduce.runtime.p2p import P2PBackend
-
-    return P2PBackend(timeout=timedelta(seconds=10), **options)
-
-
-def check_pass(backend, rank, quant, algorithm, feedback, dtype, numel, sites=3):
-    """One pass, each output and the state compared with the reference."""
-    state = backend.new_state(feedback) if feedback.enabled else None
-    ideal = FeedbackState(feedback)
-    for site in range(sites):
-        every = contributions(WORLD, numel, dtype, seed=site)
-        if site == 1 and numel > 2000:
-            every[1, 1500] = float("nan")
-        mine = backend.all_reduce(every[rank].cuda(), quant, algorithm, state)
-        backend.synchronize()
-        expected = reference.all_reduce(every, quant, algorithm, correction(ideal), feedback.residual)
-        torch.testing.assert_close(mine.cpu(), expected.output, rtol=0, atol=0, equal_nan=True)
-        if state is not None:
-            update(ideal, expected.residuals, expected.bounds)
-            for (values, exponents), want in zip(state.averages(), ideal.averages, strict=True):
-                flat = want.values[rank].reshape(-1)
-                assert torch.equal(values.cpu(), flat.view(torch.int8) if want.exponent is not None else flat)
-                if want.exponent is not None:
-                    assert torch.equal(exponents.cpu(), want.exponent[rank].reshape(-1))
 
 
 #: (quantizer, algorithm, feedback, dtype, numel): every quantizer, state, dtype and way of padding once; each compiles anew.
@@ -79,7 +32,9 @@ CONFIGURATIONS = [
     (QuantConfig(bits=5, policy="asymmetric", group_size=32), "two_shot", NO_FEEDBACK, torch.float16, 40_001),
     (QuantConfig(bits=3, policy="symmetric", group_size=256), "one_shot", NO_FEEDBACK, torch.float32, 40_001),
     (QuantConfig(rotation="hadamard"), "two_shot", NO_FEEDBACK, torch.bfloat16, 40_001),
-    (QuantConfig(policy="compact", rotation="hadamard", group_size=64), "one_shot", FLOAT8, torch.bfloat16, 40_001),
+    (PRESETS["default"].quant, "two_shot", PRESETS["default"].feedback, torch.bfloat16, 300_007),
+    (PRESETS["default"].quant, "one_shot", PRESETS["default"].feedback, torch.bfloat16, 40_001),
+    (PRESETS["default"].quant, "two_shot", NO_FEEDBACK, torch.float16, 40_001),
     (QuantConfig(bits=5, policy="compact", rotation="hadamard", group_size=64), "two_shot", FLOAT8, torch.bfloat16, 40_001),
     (QuantConfig(qparams="fp16"), "two_shot", PAPER, torch.bfloat16, 1_000_001),
     (QuantConfig(), "two_shot", FLOAT8, torch.bfloat16, 1 << 20),
@@ -97,7 +52,30 @@ def _every_configuration(rank):
 
 
 def test_every_configuration_equals_the_reference():
-    run(_every_configuration)
+    run(_every_configuration, world=WORLD)
+
+
+#: What the presets send, at sizes that no P divides; for P that the machine may not have a GPU each for.
+CHOSEN = [
+    *(
+        (PRESETS[name].quant, "two_shot", PRESETS[name].feedback, torch.bfloat16, 100_003)
+        for name in ("default", "fast", "accurate", "paper")
+    ),
+    (PRESETS["default"].quant, "one_shot", PRESETS["default"].feedback, torch.bfloat16, 20_001),
+    (PRESETS["int8"].quant, "two_shot", NO_FEEDBACK, torch.float16, 40_001),
+]
+
+
+def _presets(rank):
+    backend = open_backend(first_half=1 << 16)
+    for quant, algorithm, feedback, dtype, numel in CHOSEN:
+        check_pass(backend, rank, quant, algorithm, feedback, dtype, numel)
+    backend.close()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_presets_at_every_number_of_ranks(world):
+    run(_presets, world=world)
 
 
 def _graph(rank):
@@ -129,7 +107,7 @@ def _graph(rank):
 
 
 def test_graph_replay_equals_eager():
-    run(_graph)
+    run(_graph, world=WORLD)
 
 
 def _shapes(rank):
@@ -152,7 +130,7 @@ def _shapes(rank):
 
 
 def test_calls_of_changing_shape_and_algorithm():
-    run(_shapes)
+    run(_shapes, world=WORLD)
 
 
 def _streams(rank):
@@ -174,7 +152,7 @@ def _streams(rank):
 
 
 def test_two_streams_are_put_in_order():
-    run(_streams)
+    run(_streams, world=WORLD)
 
 
 def _late(rank):
