@@ -166,6 +166,34 @@ def test_the_command_writes_a_file_that_evaluate_takes(tiny: Any, tmp_path: Path
     assert rows[1]["bits_per_value"] == pytest.approx(evidence["bits_per_value"])
 
 
+def test_a_model_that_norms_its_sums_gets_no_feedback() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    config = transformers.Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.15)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = some_windows(3)
+    tokens[:, 0] = 2  # <bos>
+    found = recommend(Subject(model, 4), tokens[:1], tokens[1:], 5.5, lambda label: None)
+    assert [one.name for one in found.candidates if one.config.feedback.enabled] == ["default"]
+    assert not found.chosen.config.feedback.enabled
+    assert "no feedback" in found.evidence()["method"]
+
+
+def test_windows_with_bos() -> None:
+    class Letters:
+        bos_token_id: int | None = 99
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [ord(c) - 97 for c in text]}
+
+    letters = Letters()
+    assert windows(letters, "abcdefg", 3).tolist() == [[0, 1, 2, 3], [3, 4, 5, 6]]
+    assert windows(letters, "abcdefg", 3, bos=True).tolist() == [[99, 1, 2, 3], [99, 4, 5, 6]]
+    letters.bos_token_id = None
+    with pytest.raises(ConfigError, match="no <bos>"):
+        windows(letters, "abcdefg", 3, bos=True)
+
+
 def test_a_list_for_another_model_is_refused(tiny: Any) -> None:
     with pytest.raises(ConfigError, match="lists 5 sites, but the pass has 6"):
         attach(tiny, replace(preset("default"), sites=(4,) * 5), world_size=2)

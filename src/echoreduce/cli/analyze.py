@@ -38,6 +38,7 @@ def command(
     tokens: Annotated[int, typer.Option(min=2, help="tokens of a window, the vector of the theory being all of them")] = 128,
     count: Annotated[int, typer.Option("--windows", min=1, help="windows, each analyzed by itself")] = 1,
     probes: Annotated[int, typer.Option(min=1, help="isotropic vectors for the Jacobians; two or more give standard errors")] = 2,
+    bos: Annotated[bool, typer.Option("--bos", help="begin each window with the tokenizer's <bos> (Gemma needs it)")] = False,
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads")] = None,
     results: Annotated[Path | None, typer.Option("--json", help="write everything here, by site too")] = None,
@@ -54,7 +55,7 @@ def command(
             torch.set_num_threads(threads)
         chosen = [Variant(name, preset(name)) for name in presets or ([] if configs else ["no_feedback", "paper", "default"])]
         chosen += [Variant(path.stem, load_config(path)) for path in configs or []]
-        report = measure(model, text, chosen, world_size, tokens, count, probes, device)
+        report = measure(model, text, chosen, world_size, tokens, count, probes, bos, device)
         if results is not None:
             write_json(results, **report)
             console.print(f"json: {results}")
@@ -81,12 +82,12 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def measure(
-    model: Path, text: Path, variants: list[Variant], world_size: int, tokens: int, count: int, probes: int, device: str
+    model: Path, text: Path, variants: list[Variant], world_size: int, tokens: int, count: int, probes: int, bos: bool, device: str
 ) -> dict[str, Any]:
     """Analyze each window, with a progress bar."""
     with console.status("reading model and text"):
         loaded, tokenizer = load(model, "float32", device)
-        cut = windows(tokenizer, read_text(text), tokens, count)
+        cut = windows(tokenizer, read_text(text), tokens, count, bos)
     starts = len(find_blocks(loaded)) - 1
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:

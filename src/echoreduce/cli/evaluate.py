@@ -98,6 +98,7 @@ def evaluate(
     qparams: Annotated[str | None, typer.Option(help="16-bit type of scale and offset for all low-bit rows: auto, bf16, fp16")] = None,
     window: Annotated[int, typer.Option(min=1, help="predicted tokens a window")] = 1024,
     count: Annotated[int | None, typer.Option("--windows", min=1, help="at most this many windows (default: the whole text)")] = None,
+    bos: Annotated[bool, typer.Option("--bos", help="begin each window of --text with the tokenizer's <bos> (Gemma needs it)")] = False,
     batch: Annotated[int, typer.Option(min=1, help="windows a forward")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads (of each process)")] = None,
     observed: Annotated[bool, typer.Option("--errors/--no-errors", help="also measure injected and accumulated error")] = True,
@@ -120,12 +121,12 @@ def evaluate(
     conditions = {"model": model.name, "group_size": group_size, "backend": backend.value, "device": device, "dtype": dtype}
     written: dict[str, Any] = {}
     if text is not None:
-        tokens = windows(tokenizer, read_text(text), window, count)
+        tokens = windows(tokenizer, read_text(text), window, count, bos)
         plan = Plan(model, tokens, variants, sizes[0], batch, dtype, device, backend, observed)
         results = run(plan, loaded)
         shown = f"{model.name} on {text.name}: {len(tokens)} windows of {window} tokens, P = {sizes[0]}{grouped}, {backend.value}"
         print_results(results, shown, f"16-bit is the exact sum in the model's dtype, {dtype} here")
-        of_text = {"text": text.name, "windows": len(tokens), "window": window, "world_size": sizes[0]}
+        of_text = {"text": text.name, "windows": len(tokens), "window": window, "bos": bos, "world_size": sizes[0]}
         written |= {"conditions": conditions | of_text, "rows": [row.as_dict() for row in results]}
         if plot is not None:
             plot_results(results, plot, shown)

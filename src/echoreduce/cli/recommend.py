@@ -34,6 +34,7 @@ def command(
     window: Annotated[int, typer.Option(min=1, help="predicted tokens a window")] = 128,
     device: Annotated[str, typer.Option(help="torch device of the virtual ranks: cpu, cuda, cuda:1")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    bos: Annotated[bool, typer.Option("--bos", help="begin each window with the tokenizer's <bos> (Gemma needs it)")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="configuration file to write")] = Path("config.json"),
 ) -> None:
@@ -43,7 +44,7 @@ def command(
     with console.status("reading model and text"):
         loaded, tokenizer = load(model, dtype, device)
         words = read_text(text)
-        tokens = windows(tokenizer, words, window, count + held_out)
+        tokens = windows(tokenizer, words, window, count + held_out, bos)
     if tokens.shape[0] < count + held_out:
         raise ConfigError(
             f"{text.name} holds {tokens.shape[0]} windows of {window} tokens; --windows and --held-out ask for {count + held_out}"
@@ -65,7 +66,7 @@ def command(
         "world_size": world_size,
         "budget_bits": budget,
         "text": {"name": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()},
-        "windows": {"length": window, "calibration": count, "held_out": held_out},
+        "windows": {"length": window, "calibration": count, "held_out": held_out, "bos": bos},
         "dtype": dtype,
         "device": device,
         **found.evidence(),

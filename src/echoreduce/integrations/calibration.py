@@ -19,6 +19,7 @@ Leaves out: searching gains, decays, policies (docs/accuracy.md), timing. Source
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,12 +31,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echoreduce import reference
-from echoreduce.config import EchoConfig, QuantConfig, Rotation, preset
-from echoreduce.errors import ConfigError
+from echoreduce.config import NO_FEEDBACK, EchoConfig, QuantConfig, Rotation, preset
+from echoreduce.errors import ConfigError, EchoReduceWarning
 from echoreduce.feedback import compensator
 from echoreduce.feedback.compensator import FeedbackState
 from echoreduce.integrations.evaluation import bits_per_value
 from echoreduce.integrations.transformers import attach, row_parallel_linears
+from echoreduce.integrations.transformers_tp import norms_sums
 from echoreduce.partition import partition
 from echoreduce.recording import Recording
 from echoreduce.sites import edges, uniform
@@ -102,8 +104,10 @@ class Subject:
     def logits(self, window: Tensor, config: EchoConfig) -> Tensor:
         """Logits of one window, model's dtype, [length, vocabulary]; sites at 16 bits return what earlier ones owe."""
         device = next(self.model.parameters()).device
-        with attach(self.model, config, backend=ReturningBackend(self.world_size)), torch.inference_mode():
-            logits: Tensor = self.model(input_ids=window[None, :-1].to(device), use_cache=False).logits[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EchoReduceWarning)  # that feedback harms some models is measured here, not assumed
+            with attach(self.model, config, backend=ReturningBackend(self.world_size)), torch.inference_mode():
+                logits: Tensor = self.model(input_ids=window[None, :-1].to(device), use_cache=False).logits[0]
         return logits
 
 
@@ -219,13 +223,15 @@ def candidates(table: Table, base: EchoConfig, budget: float, world_size: int, n
     """`default` as it is; and for each group size and rotation that the budget allows: assigned bits, and edges at 8 bits where they fit.
 
     Args:
+        base: policy, feedback and algorithm of all but `default`.
         budget: bits per value on the wire, qparams included.
         numel: values of one message.
     Raises:
         ConfigError: the budget is below what the fewest bits need at every group size.
     """
     sites = table.shape[0]
-    found = [Candidate("default", base, bits_per_value(base, world_size, numel, sites), False)]
+    known = preset("default")
+    found = [Candidate("default", known, bits_per_value(known, world_size, numel, sites), False)]
     cheapest = math.inf
     for group_size in GROUP_SIZES:
         for rotation in ROTATIONS:
@@ -269,12 +275,13 @@ class Recommendation:
 
     def evidence(self) -> dict[str, Any]:
         """For the configuration file: candidates, and KL of each site by bits."""
+        returned = "its error returned at the next site" if self.chosen.config.feedback.enabled else "no feedback"
         rows = [{key: value for key, value in asdict(one).items() if key != "config"} for one in self.candidates]
         return {
             "chosen": self.chosen.name,
             "bits_per_value": self.chosen.bits_per_value,
             "candidates": rows,
-            "method": "KL(exact || site k at b bits, its error returned at the next site, all others exact), nats a token",
+            "method": f"KL(exact || site k at b bits, {returned}, all others exact), nats a token",
             "site_divergence": {
                 name: dict(zip(map(str, self.bits), map(float, row), strict=True)) for name, row in zip(self.sites, self.table, strict=True)
             },
@@ -282,7 +289,7 @@ class Recommendation:
 
 
 def recommend(subject: Subject, calibration: Tensor, held_out: Tensor, budget: float, advance: Callable[[str], None]) -> Recommendation:
-    """Calibrate, assign, verify, choose.
+    """Calibrate, assign, verify, choose. On a model that norms its sums only `default` has feedback, which does harm there.
 
     Args:
         calibration: windows for the sensitivities, int64 [windows, length + 1].
@@ -293,6 +300,8 @@ def recommend(subject: Subject, calibration: Tensor, held_out: Tensor, budget: f
         ConfigError: nothing fits the budget.
     """
     base = preset("default")
+    if norms_sums(subject.model):
+        base = replace(base, feedback=NO_FEEDBACK)
     numel = subject.numel(calibration.shape[1] - 1)
     candidates(np.zeros((len(subject.sites), len(BITS))), base, budget, subject.world_size, numel)  # refuses a budget before the work
     table = sensitivity(subject, Text.of(subject, calibration), base, BITS, partial(advance, SENSITIVITY))

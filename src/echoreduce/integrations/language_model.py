@@ -84,19 +84,23 @@ def _strings(node: Any) -> list[str]:
     return [text for child in children for text in _strings(child)]
 
 
-def windows(tokenizer: Any, text: str, length: int, count: int | None = None) -> Tensor:
+def windows(tokenizer: Any, text: str, length: int, count: int | None = None, bos: bool = False) -> Tensor:
     """Cut a text into windows that share one token with their neighbour, so that every token but the first is predicted once.
 
     Args:
-        tokenizer: Hugging Face tokenizer; no special tokens are added.
+        tokenizer: Hugging Face tokenizer; no special tokens are added but, with `bos`, the first one of a window.
         text: any text with at least length + 1 tokens.
         length: predicted tokens a window.
         count: at most this many windows, from the start.
+        bos: begin each window with the tokenizer's <bos> instead of the last token of the one before.
     Returns:
         Token ids, int64 [windows, length + 1].
     Raises:
         ShapeError: the text is too short for one window.
+        ConfigError: `bos` and a tokenizer that has none.
     """
+    if bos and tokenizer.bos_token_id is None:
+        raise ConfigError("this tokenizer has no <bos>")
     # Only as much text as is needed is tokenized: no tokenizer in use makes more than one token of a character.
     if count is not None:
         text = text[: 16 * (count * length + 1)]
@@ -106,4 +110,7 @@ def windows(tokenizer: Any, text: str, length: int, count: int | None = None) ->
         raise ShapeError(f"the text has {ids.numel()} tokens, one window of {length} needs {length + 1}")
     if count is not None:
         found = min(found, count)
-    return torch.stack([ids[i * length : (i + 1) * length + 1] for i in range(found)])
+    rows = torch.stack([ids[i * length : (i + 1) * length + 1] for i in range(found)])
+    if bos:
+        rows[:, 0] = tokenizer.bos_token_id
+    return rows
