@@ -66,16 +66,16 @@ CHOSEN = [
 ]
 
 
-def _presets(rank):
+def _presets(rank, chosen):
     backend = open_backend(first_half=1 << 16)
-    for quant, algorithm, feedback, dtype, numel in CHOSEN:
+    for quant, algorithm, feedback, dtype, numel in chosen:
         check_pass(backend, rank, quant, algorithm, feedback, dtype, numel)
     backend.close()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_presets_at_every_number_of_ranks(world):
-    run(_presets, world=world)
+@pytest.mark.parametrize(("world", "count"), [(2, 6), (3, 2), (4, 6), (8, 1)])  # a kernel for 8 ranks compiles for a minute
+def test_presets_at_every_number_of_ranks(world, count):
+    run(_presets, CHOSEN[:count], world=world)
 
 
 def _graph(rank):
