@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Any
 
 from accuracy_variants import SETS, Shape
@@ -126,7 +127,7 @@ CLAIMS = (
 
 
 def claims_table(run: Run, bits: int) -> str:
-    """Each claim against each text: confirmed or contradicted by the KL, undecided within two standard errors."""
+    """Each claim against each text: confirmed or contradicted by the KL, undecided within two standard errors of the difference."""
     rows = []
     for claim, better, worse in CLAIMS:
         pair = better.format(b=f"b{bits}"), worse.format(b=f"b{bits}")
@@ -135,13 +136,16 @@ def claims_table(run: Run, bits: int) -> str:
 
 
 def verdict(better: Line | None, worse: Line | None) -> str:
-    """In words, with both figures."""
+    """In words, with both figures. Window by window where both lines hold them: what makes a window hard is the same for both."""
     if better is None or worse is None:
         return "not measured"
     margin = 2 * (better["kl_error"] ** 2 + worse["kl_error"] ** 2) ** 0.5
+    pairs = list(zip(better.get("kl_windows", ()), worse.get("kl_windows", ())))
+    if len(pairs) == better["windows"] == worse["windows"] > 2:
+        margin = 2 * stdev(after - before for before, after in pairs) / len(pairs) ** 0.5
     gap = worse["kl"] - better["kl"]
     word = "undecided" if abs(gap) <= margin else "confirmed" if gap > 0 else "contradicted"
-    return f"{word}: {better['kl']:.5f}, {worse['kl']:.5f}"
+    return f"{word}: {better['kl']:.5f}, {worse['kl']:.5f} ({gap:+.2g} ± {margin / 2:.1g})"
 
 
 def frontier(lines: Iterable[Line], measure: str = "kl") -> list[Line]:

@@ -152,8 +152,8 @@ def compare(exact: list[Tensor], found: list[Tensor], tokens: Tensor, scored: Te
     return Scores(*torch.stack(rows).cpu().unbind(-1))
 
 
-def summary(scores: Scores, base: Tensor, counts: Tensor) -> dict[str, float]:
-    """Means over scored tokens, with standard errors over windows (delta method for the perplexity's increase).
+def summary(scores: Scores, base: Tensor, counts: Tensor) -> dict[str, Any]:
+    """Means over scored tokens, with standard errors over windows (delta method for the perplexity's increase), and KL by window.
 
     Args:
         base: negative log-likelihood of the exact model by window.
@@ -170,6 +170,7 @@ def summary(scores: Scores, base: Tensor, counts: Tensor) -> dict[str, float]:
         "increase_percent_error": 100 * found / exact * standard_error(scores.nll - base, counts),
         "kl": scores.kl.sum().item() / total,
         "kl_error": standard_error(scores.kl, counts),
+        "kl_windows": [float(f"{value:.5g}") for value in (scores.kl / counts).tolist()],
         "agreement": scores.agree.sum().item() / total,
         "tokens": total,
     }

@@ -124,6 +124,13 @@ def ablations(bits: int) -> list[Trial]:
     return rows
 
 
+def claims(shape: Shape) -> list[Trial]:
+    """Of both ablations, what the claims about feedback compare and few windows leave undecided."""
+    names = ("paper zero_aware g128", "paper single average a 1", "paper single average a 0", "paper gain 0.7", "paper gain 0.9")
+    names += ("paper gain 1.0", "local zero_aware g128", "local gain 0.75", "local betas 0.7 0.3", "paper asymmetric g128")
+    return [trial for bits in (4, 8) for trial in ablations(bits) if trial.name.split(" ", 1)[1] in names]
+
+
 def coefficients(feedback: FeedbackConfig) -> Iterable[tuple[str, dict[str, Any]]]:
     """What is changed about a compensator, one thing at a time; what it has already is left out."""
     for gain in (0.25, 0.5, 0.7, 0.75, 0.9, 1.0):
@@ -364,7 +371,22 @@ def sites(shape: Shape) -> list[Trial]:
 
 SETS: dict[str, Callable[[Shape], list[Trial]]] = {
     f.__name__: f
-    for f in (table4, table5, table8, table8_8bit, default_search, compact, combined, per_site, ranges, no_feedback, wire, blend, sites)
+    for f in (
+        table4,
+        table5,
+        table8,
+        table8_8bit,
+        claims,
+        default_search,
+        compact,
+        combined,
+        per_site,
+        ranges,
+        no_feedback,
+        wire,
+        blend,
+        sites,
+    )
 }
 
 

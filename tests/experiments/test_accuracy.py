@@ -114,6 +114,7 @@ def test_divergence_and_perplexity_are_the_textbook_ones() -> None:
     figures = summary(found, base.nll, torch.tensor([2.0], dtype=torch.float64))
     assert figures["perplexity"] == pytest.approx((0.75 * 0.9) ** -0.5)
     assert figures["exact_perplexity"] == pytest.approx((0.5 * 0.9) ** -0.5)
+    assert figures["kl_windows"] == pytest.approx([found.kl.item() / 2], rel=1e-4)
 
 
 def test_standard_error_is_that_of_a_mean() -> None:
@@ -179,9 +180,16 @@ def test_the_frontier_has_no_dominated_line() -> None:
 
 
 def test_verdicts_need_two_standard_errors() -> None:
-    assert verdict({"kl": 1.0, "kl_error": 0.1}, {"kl": 1.2, "kl_error": 0.1}).startswith("undecided")
-    assert verdict({"kl": 1.0, "kl_error": 0.1}, {"kl": 1.4, "kl_error": 0.1}).startswith("confirmed")
-    assert verdict({"kl": 1.4, "kl_error": 0.1}, {"kl": 1.0, "kl_error": 0.1}).startswith("contradicted")
+    assert verdict({"kl": 1.0, "kl_error": 0.1, "windows": 9}, {"kl": 1.2, "kl_error": 0.1, "windows": 9}).startswith("undecided")
+    assert verdict({"kl": 1.0, "kl_error": 0.1, "windows": 9}, {"kl": 1.4, "kl_error": 0.1, "windows": 9}).startswith("confirmed")
+    assert verdict({"kl": 1.4, "kl_error": 0.1, "windows": 9}, {"kl": 1.0, "kl_error": 0.1, "windows": 9}).startswith("contradicted")
+
+
+def test_verdicts_compare_window_by_window() -> None:
+    first = {"kl": 2.0, "kl_error": 0.6, "windows": 3, "kl_windows": [1.0, 2.0, 3.0]}
+    assert verdict(first, {**first, "kl": 2.1, "kl_windows": [1.1, 2.1, 3.1]}).startswith("confirmed")
+    assert verdict(first, {**first, "kl": 2.1, "kl_windows": [1.4, 1.9, 3.0]}).startswith("undecided")
+    assert verdict(first, {**first, "kl": 2.1, "windows": 4, "kl_windows": [1.1, 2.1, 3.1]}).startswith("undecided")
 
 
 def test_rounding_errors_of_the_zero_point_rules(model: Any, tmp_path: Path) -> None:
