@@ -34,38 +34,32 @@ def describe(table, control, record, numel, groups, pitch, origin, half, area, d
 
 
 @triton.jit
-def workspace(table, rank: tl.constexpr):
-    """Address of a rank's workspace, int64."""
+def workspace(table, rank):
+    """Address of a rank's workspace, int64; of a rank known at compile time or at run time."""
     return tl.multiple_of(tl.load(table + rank), 16)
 
 
 @triton.jit
-def workspace_of(table, rank):
-    """As `workspace`, for a rank known at run time only."""
-    return tl.load(table + rank)
-
-
-@triton.jit
-def landing(table, rank: tl.constexpr, stage: tl.constexpr, source: tl.constexpr, epoch, half, area, spec: tl.constexpr):
+def landing(table, rank, stage: tl.constexpr, source, epoch, half, area, spec: tl.constexpr):
     """Address of a landing area in the workspace of `rank`, int64, 16-byte aligned."""
     start = workspace(table, rank) + spec.data_at + (epoch & 1).to(tl.int64) * half
     return tl.multiple_of(start + (stage * spec.world_size + source) * area, 16)
 
 
 @triton.jit
-def flag_slot(stage: tl.constexpr, source: tl.constexpr, chunk, spec: tl.constexpr):
+def flag_slot(stage: tl.constexpr, source, chunk, spec: tl.constexpr):
     """Index of the flag that `source` raises when it has done `stage` for `chunk`."""
     return (stage * spec.world_size + source) * spec.slots + chunk
 
 
 @triton.jit
-def flag(table, stage: tl.constexpr, source: tl.constexpr, chunk, spec: tl.constexpr):
+def flag(table, stage: tl.constexpr, source, chunk, spec: tl.constexpr):
     """Our own copy of that flag: pointer to int64."""
     return workspace(table, spec.rank).to(tl.pointer_type(tl.int64)) + flag_slot(stage, source, chunk, spec)
 
 
 @triton.jit
-def leave_card(table, rank: tl.constexpr, numel, code, epoch, spec: tl.constexpr):
+def leave_card(table, rank, numel, code, epoch, spec: tl.constexpr):
     """Tell `rank` what this call is about, for the text of a MismatchError: (numel, code, epoch)."""
     at = workspace(table, rank) + spec.cards_at + ((epoch & 1) * spec.world_size + spec.rank) * 64
     card = at.to(tl.pointer_type(tl.int64))

@@ -6,12 +6,12 @@ Source: docs/design.md, Section 7; case O18 of the field.
 import triton
 import triton.language as tl
 
-from echoreduce.kernels.place import workspace_of
+from echoreduce.kernels.place import workspace
 
 
 @triton.jit
 def probe_kernel(table, rank, token):
     """Program p writes token + rank into word `rank` of rank p's workspace, release.sys."""
     peer = tl.program_id(0)
-    at = workspace_of(table, peer).to(tl.pointer_type(tl.int64)) + rank
+    at = workspace(table, peer).to(tl.pointer_type(tl.int64)) + rank
     tl.atomic_xchg(at, (token + rank).to(tl.int64), sem="release", scope="sys")

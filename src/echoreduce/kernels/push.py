@@ -20,13 +20,18 @@ def push(first, stop, stride, x, state, call, code, epoch, spec: tl.constexpr):
     P: tl.constexpr = spec.world_size
     chunk = first
     while chunk < stop:
-        for distance in tl.static_range(1, P):
-            _push_to(spec.peer(distance), chunk, x, state, call, code, epoch, spec)
+        if P == 2:
+            _push_to(spec.peer(1), chunk, x, state, call, code, epoch, spec)
+        else:  # a loop and not copies of its body, which take a minute to compile for eight ranks
+            distance = epoch * 0 + 1
+            while distance < P:
+                _push_to((spec.rank + distance) % P, chunk, x, state, call, code, epoch, spec)
+                distance += 1
         chunk += stride
 
 
 @triton.jit
-def _push_to(owner: tl.constexpr, chunk, x, state, call, code, epoch, spec: tl.constexpr):
+def _push_to(owner, chunk, x, state, call, code, epoch, spec: tl.constexpr):
     """One chunk of one owner's segment."""
     table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
     there = landing(table, owner, PUSH, spec.rank, epoch, half, area, spec)

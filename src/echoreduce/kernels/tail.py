@@ -18,13 +18,18 @@ def tail(first, stop, stride, y, call, epoch, spec: tl.constexpr):
     P: tl.constexpr = spec.world_size
     chunk = first
     while chunk < stop:
-        for distance in tl.static_range(1, P):
-            _read_from(spec.peer(distance), chunk, y, call, epoch, spec)
+        if P == 2:
+            _read_from(spec.peer(1), chunk, y, call, epoch, spec)
+        else:
+            distance = epoch * 0 + 1
+            while distance < P:
+                _read_from((spec.rank + distance) % P, chunk, y, call, epoch, spec)
+                distance += 1
         chunk += stride
 
 
 @triton.jit
-def _read_from(owner: tl.constexpr, chunk, y, call, epoch, spec: tl.constexpr):
+def _read_from(owner, chunk, y, call, epoch, spec: tl.constexpr):
     """One chunk of one owner's segment."""
     table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
     there = flag(table, GATHER, owner, chunk, spec)
