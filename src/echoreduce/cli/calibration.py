@@ -200,7 +200,7 @@ def show(result: Result, console: Console) -> None:
     c = result.calibration
     host = ""
     if c.beta_host:
-        bytes_ = f"{c.beta_host * 1e9:.3g} ns a byte ({c.beta_large * 1e9:.3g} beyond 1 MiB of a message)"
+        bytes_ = f"{c.beta_host * 1e9:.3g} ns a byte ({c.beta_large * 1e9:.3g} beyond 4 MiB of a round)"
         host = f", shared by all: {c.wakeup * 1e6:.3g} us a sender, {c.overhead * 1e6:.3g} us a message, {bytes_}"
     console.print(
         f"{c.world_size} ranks: alpha {c.alpha * 1e6:.3g} us, beta {c.beta * 1e9:.3g} ns a byte, gamma {c.gamma * 1e9:.3g} ns a byte{host}"

@@ -5,7 +5,7 @@ all-reduces, so what they measure is what the model needs: `pair` (one message, 
 receiver, which nothing hides), `shift` and `shift and add` (every rank sends one) and `exchange` (every rank sends one to every other; of
 two ranks, each sends two). A round of m messages of b bytes on a host whose processes share cores and memory takes
 
-    alpha + s wakeup + m (overhead + min(b, 1 MiB) beta_host + max(b - 1 MiB, 0) beta_large) + b gamma     (s of its ranks send)
+    alpha + s wakeup + m overhead + min(m b, 4 MiB) beta_host + max(m b - 4 MiB, 0) beta_large + b gamma     (s of its ranks send)
 
 if it stands alone, but ranks run ahead of each other and hide part of alpha. So the constants are those with which the simulator, playing
 the same probes, comes nearest to the measured times (least squares of logarithms by Levenberg and Marquardt, from a linear fit). The
@@ -37,7 +37,7 @@ from echoreduce.errors import ConfigError
 Measure = Callable[[Program, int], float]
 
 #: Bytes of the probes.
-PROBE_BYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
+PROBE_BYTES = (1 << 12, 1 << 17, 1 << 20, 1 << 21, 1 << 22, 1 << 23)
 
 #: Rounds of a probe: of `pair`; a shift has twice as many and an exchange half, as in the algorithms that consist of them.
 PROBE_ROUNDS = 4
@@ -79,7 +79,7 @@ class Calibration:
         wakeup: seconds for each rank that sends in a round on the shared host (0 where nothing is shared).
         beta: seconds a byte of a lone message.
         beta_host: seconds a byte of all messages together on the shared host (0 where nothing is shared).
-        beta_large: the same for bytes of a message beyond what caches hold (`Host.cached`).
+        beta_large: the same for bytes of a round beyond what caches hold (`Host.cached`).
         gamma: seconds a byte added.
         residual: median relative error of the fit over the probes.
         samples: what was measured.

@@ -53,8 +53,8 @@ class Host:
         wakeup: seconds for each rank that sends anything in a round (it must be scheduled).
         overhead: seconds a message.
         beta: seconds a byte.
-        beta_large: seconds a byte of a message beyond its first `cached` bytes; None is `beta`.
-        cached: bytes of a message that caches hold on their way.
+        beta_large: seconds a byte of a round beyond its first `cached` bytes; None is `beta`.
+        cached: bytes of all messages of a round together that caches hold on their way.
     Raises:
         ConfigError: a time is negative or not finite, or `cached` is negative.
     """
@@ -63,7 +63,7 @@ class Host:
     beta: float
     overhead: float = 0.0
     beta_large: float | None = None
-    cached: int = 1 << 20
+    cached: int = 1 << 22
 
     def __post_init__(self) -> None:
         values = (self.wakeup, self.beta, self.overhead, self.beta_large or 0.0)
@@ -71,9 +71,10 @@ class Host:
             raise ConfigError(f"host: times must be finite and >= 0, cached >= 0, got {values} and {self.cached}")
 
     def occupied(self, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds for which each message of so many bytes occupies the host, without the wakeup."""
+        """Seconds for which each message of a round occupies the host, without the wakeup; `nbytes` holds all messages of the round."""
         large = self.beta if self.beta_large is None else self.beta_large
-        return self.overhead + np.minimum(nbytes, self.cached) * self.beta + np.maximum(nbytes - self.cached, 0.0) * large
+        fits = min(1.0, self.cached / max(float(nbytes.sum()), 1.0))
+        return self.overhead + nbytes * (fits * self.beta + (1.0 - fits) * large)
 
 
 @dataclass(frozen=True)
