@@ -73,8 +73,10 @@ def _presets(rank, chosen):
     backend.close()
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 6), (3, 2), (4, 6), (8, 1)])  # a kernel for 8 ranks compiles for a minute
+@pytest.mark.parametrize(("world", "count"), [(2, 6), (3, 2), (4, 6), (8, 2)])
 def test_presets_at_every_number_of_ranks(world, count):
+    if 1 < torch.cuda.device_count() < world:
+        pytest.skip(f"{world} ranks on {torch.cuda.device_count()} GPUs: one GPU for all tests the same, a GPU each more")
     run(_presets, CHOSEN[:count], world=world)
 
 
