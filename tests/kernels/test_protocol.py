@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from contributions import contributions
 from echoreduce import reference
-from echoreduce.config import NO_FEEDBACK, FeedbackConfig, QuantConfig
+from echoreduce.config import NO_FEEDBACK, PRESETS, FeedbackConfig, QuantConfig
 from echoreduce.feedback.compensator import FeedbackState, correction, update
 from echoreduce.kernels.spec import PLANES, Spec, wire_chunk
 from echoreduce.quant import packing
 from echoreduce.quant.grid import Grid
 from echoreduce.runtime.schedule import Tuning
+from interpreted import InterpretedPool
 
 SMALL = Tuning(warps=1, chunk_values=2048, waves=2, blocks=(2, 2, 1))
 
@@ -86,6 +87,17 @@ def test_pass_equals_the_reference(ranks, world_size, algorithm, quant, feedback
             for rank, (_, averages) in enumerate(results):
                 for mine, want in zip(averages[site], state.averages, strict=True):
                     check_average(mine, want.values[rank].reshape(-1), None if want.exponent is None else want.exponent[rank].reshape(-1))
+
+
+def test_eight_ranks():
+    """More ranks than the other tests have, whose kernels loop over peers."""
+    eight = InterpretedPool(8)
+    try:
+        chosen = PRESETS["default"]
+        for algorithm in ("two_shot", "one_shot"):
+            test_pass_equals_the_reference(eight, 8, algorithm, chosen.quant, chosen.feedback, torch.bfloat16, 1029, {})
+    finally:
+        eight.close()
 
 
 def landed(group, quant, numel):
