@@ -25,13 +25,7 @@ TYPES = {"table": "*i64", "control": "*i32", "record": "*i64", "e0": "*i32", "e1
 LONG = ("half", "area", "patience")
 FLOATS = ("w0", "w1", "d0", "r0", "d1", "r1")
 DEFAULT = replace(LOCAL, group_size=64, policy="compact", rotate=True)
-KERNELS = [
-    (two_shot_kernel, PLAIN),
-    (two_shot_kernel, LOCAL),
-    (one_shot_kernel, LOCAL),
-    (two_shot_kernel, DEFAULT),
-    (two_shot_kernel, replace(DEFAULT, world_size=8)),
-]
+KERNELS = [(two_shot_kernel, PLAIN), (two_shot_kernel, LOCAL), (one_shot_kernel, LOCAL), (two_shot_kernel, DEFAULT)]
 
 
 def ptx_of(kernel, spec: Spec, capability: int) -> str:
@@ -78,8 +72,9 @@ def test_compiles_with_every_release_behind_a_barrier(kernel, spec, capability):
 
 def test_code_hardly_grows_with_the_number_of_ranks():
     """Copies of the push and tail stages for each peer took 38 s to compile for eight ranks."""
-    two, eight = (len(ptx_of(two_shot_kernel, replace(DEFAULT, world_size=world), 90).splitlines()) for world in (2, 8))
-    assert eight < 1.75 * two
+    two, eight = (ptx_of(two_shot_kernel, replace(DEFAULT, world_size=world), 90) for world in (2, 8))
+    assert len(eight.splitlines()) < 1.75 * len(two.splitlines())
+    assert unfenced_releases(eight) == []
 
 
 def test_the_check_finds_a_release_without_a_barrier():
