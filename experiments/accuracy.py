@@ -23,7 +23,8 @@ import torch
 
 from accuracy_run import Job, groups, key, measure, missing, read_lines
 from accuracy_texts import load_windows
-from accuracy_variants import SETS, Shape, trials
+from accuracy_trials import Shape
+from accuracy_variants import SETS, trials
 from echoreduce.integrations.language_model import load
 from echoreduce.integrations.transformers import row_parallel_linears
 from echoreduce.measure.report import environment

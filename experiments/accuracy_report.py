@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
 
-from accuracy_variants import SETS, Shape
+from accuracy_trials import Shape
+from accuracy_variants import SETS
 
 Line = dict[str, Any]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from accuracy_texts import Windows
-from accuracy_variants import Trial
+from accuracy_trials import Trial
 from echoreduce.integrations.transformers import attach
 
 

@@ -1,10 +1,10 @@
 #!/bin/sh
-# What docs/accuracy.md and docs/tasks.md still lack, on one GPU, in one command (about ten minutes on an H200):
+# What docs/accuracy.md and docs/tasks.md still lack, on one GPU, in one command (its limits add up to 17 minutes; not yet run as a whole):
 #
 #     ECHOREDUCE_DATA=DATA sh experiments/one_gpu.sh SMOLLM2_FOLDER GEMMA_FOLDER results_h200
 #
-# Gemma 3 270M: Tables 4, 5, 6 and 8 at P = 2, 4 and 8 on all texts; SmolLM2: GSM8K solutions at P = 2, 4 and 8, the claims of Table 8 window by
-# window, and the other presets on all tasks. Each step continues where an earlier run of it stopped.
+# Gemma 3 270M at P = 2, 4 and 8: Table 4 on all texts, Table 8 on WikiText-2, GSM8K solutions, and at P = 4 some tasks; SmolLM2: GSM8K solutions
+# and the claims of Table 8 window by window at P = 2, 4 and 8, the other presets on the same tasks. Each step continues where an earlier one stopped.
 set -u
 smollm2=${1:?folder of SmolLM2-135M-Instruct}
 gemma=${2:?folder of Gemma 3 270M}

@@ -15,7 +15,8 @@ from accuracy_blend import near_one_sided, rounding_errors
 from accuracy_report import CLAIMS, blend_table, cell, frontier, frontier_table, tables, verdict
 from accuracy_run import Job, compare, key, measure, missing, read_lines, standard_error, summary
 from accuracy_texts import Windows, find, load_windows
-from accuracy_variants import BLENDS, SETS, Shape, Trial, table4, trials
+from accuracy_trials import Shape, Trial
+from accuracy_variants import BLENDS, SETS, table4, trials
 from echoreduce.config import PRESETS
 from echoreduce.errors import ConfigError
 from gemma import merges

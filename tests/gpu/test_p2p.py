@@ -76,7 +76,7 @@ def _presets(rank, chosen):
 @pytest.mark.parametrize(("world", "count"), [(2, 6), (3, 2), (4, 6), (8, 2)])
 def test_presets_at_every_number_of_ranks(world, count):
     if 1 < torch.cuda.device_count() < world:
-        pytest.skip(f"{world} ranks on {torch.cuda.device_count()} GPUs: one GPU for all tests the same, a GPU each more")
+        pytest.skip(f"{world} ranks need {world} GPUs, or one that all share; found {torch.cuda.device_count()}")
     run(_presets, CHOSEN[:count], world=world)
 
 
