@@ -99,6 +99,7 @@ def measure(
         analyzed = [analyze(loaded, window[:-1], variants, world_size, probes, step, seed) for seed, window in enumerate(cut)]
     conditions = {
         "model": model.name,
+        "bos": bos,
         "text": {"name": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()},
         "world_size": world_size,
         "tokens": tokens,

@@ -275,7 +275,8 @@ class Recommendation:
 
     def evidence(self) -> dict[str, Any]:
         """For the configuration file: candidates, and KL of each site by bits."""
-        returned = "its error returned at the next site" if self.chosen.config.feedback.enabled else "no feedback"
+        calibrated = [one.config for one in self.candidates if one.name != "default"]  # all share the feedback of the calibration
+        returned = "its error returned at the next site" if calibrated[0].feedback.enabled else "no feedback"
         rows = [{key: value for key, value in asdict(one).items() if key != "config"} for one in self.candidates]
         return {
             "chosen": self.chosen.name,
