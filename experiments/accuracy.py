@@ -1,7 +1,7 @@
 """What low-bit all-reduces do to real models: one JSON line a result, tables and figures from the lines.
 
     python experiments/accuracy.py run --model FOLDER --name smollm2 --data DIR --set table4 --set wire --out accuracy.jsonl
-    python experiments/accuracy.py table --in accuracy.jsonl [--set wire]
+    python experiments/accuracy.py table --in accuracy.jsonl [--set wire | --claims wikitext2_test_raw]
     python experiments/accuracy.py plot --in accuracy.jsonl --folder docs/figures
     python experiments/accuracy.py blend --model FOLDER --name smollm2 --data DIR --out blend.jsonl
 
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     table_parser = commands.add_parser("table", help="print Markdown tables")
     table_parser.add_argument("--in", dest="files", type=Path, nargs="+", required=True)
     table_parser.add_argument("--set", dest="sets", action="append", choices=SETS, help="repeatable (default: all that were measured)")
+    table_parser.add_argument("--claims", metavar="TEXT", help="only the claims about Table 8 on this text, every P side by side")
     table_parser.set_defaults(command=table)
     plot_parser = commands.add_parser("plot", help="draw the frontier, the wire formats and the sites")
     plot_parser.add_argument("--in", dest="files", type=Path, nargs="+", required=True)
@@ -125,10 +126,13 @@ def blend(arguments: argparse.Namespace) -> None:
 
 def table(arguments: argparse.Namespace) -> None:
     """Print what the files hold: the sets, then the frontier, then the zero-point rules."""
-    from accuracy_report import blend_table, frontier_table, tables
+    from accuracy_report import blend_table, claims_by_size, frontier_table, tables
 
     lines = [line for path in arguments.files for line in read_lines(path)]
     results = [line for line in lines if "kl" in line]
+    if arguments.claims is not None:
+        print(claims_by_size(results, arguments.claims))
+        return
     print(tables(results, arguments.sets or SETS))
     if arguments.sets is None:
         print(frontier_table(results))

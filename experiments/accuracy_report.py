@@ -149,6 +149,34 @@ def verdict(better: Line | None, worse: Line | None) -> str:
     return f"{word}: {better['kl']:.5f}, {worse['kl']:.5f} ({gap:+.2g} ± {margin / 2:.1g})"
 
 
+def claims_by_size(lines: Iterable[Line], text: str) -> str:
+    """Each claim at 4 and 8 bits and every P on one text, a table a model: verdict, and how far the worse one's KL is above."""
+    found: dict[str, dict[tuple[int, str], list[Line]]] = {}
+    for line in lines:
+        if line["text"] == text:
+            found.setdefault(line["model"], {}).setdefault((line["world_size"], line["name"]), []).append(line)
+    parts = []
+    for model, measured in found.items():
+        sizes = sorted({world_size for world_size, _ in measured})
+        header = ["claim", *(f"{bits} bits, P = {size}" if size == sizes[0] else f"P = {size}" for bits in (4, 8) for size in sizes)]
+        rows = []
+        for claim, *pair in CLAIMS:
+            names = [[name.format(b=f"b{bits}") for name in pair] for bits in (4, 8)]
+            rows.append([claim, *(short_verdict(*(measured.get((size, n), []) for n in both)) for both in names for size in sizes)])
+        parts += [f"### claims: {model}, {text}", "", markdown(header, rows), ""]
+    return "\n".join(parts)
+
+
+def short_verdict(better: list[Line], worse: list[Line]) -> str:
+    """The verdict of the two lines on the same windows, of those with the most tokens: one word and the difference."""
+    pairs = [(a, b) for a in better for b in worse if all(a[name] == b[name] for name in ("windows", "window", "dtype"))]
+    if not pairs:
+        return "not measured"
+    a, b = max(pairs, key=lambda pair: float(pair[0]["tokens"]))
+    ratio = b["kl"] / a["kl"]
+    return f"{verdict(a, b).split(':')[0]}, {f'{ratio:.3g} times' if ratio >= 2 else f'{100 * (ratio - 1):+.1f} %'}"
+
+
 def frontier(lines: Iterable[Line], measure: str = "kl") -> list[Line]:
     """Lines that no other beats in both bits and `measure`, by bits."""
     best: list[Line] = []

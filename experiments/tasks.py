@@ -54,7 +54,12 @@ def print_row(name: str, exact: Comparison, variants: list[Comparison | None]) -
     """Accuracy of 16 bits with its standard error, and what each variant changes."""
     cells = [cell(found) if found is not None else "not measured" for found in variants]
     accuracy = f"{100 * exact.accuracy:.1f} ± {100 * exact.standard_error:.1f}"
-    print(f"| {name} | {exact.examples} | {accuracy} | {' | '.join(cells)} |")
+    print(f"| {label(name)} | {exact.examples} | {accuracy} | {' | '.join(cells)} |")
+
+
+def label(task: str) -> str:
+    """A task's name in words: bigbench_hyperbaton -> hyperbaton, bigbench_physics__easy_ones -> physics, easy ones."""
+    return task.removeprefix("bigbench_").removesuffix("_1000perparadigm_min").replace("__", ", ").replace("_", " ")
 
 
 def cell(found: Comparison) -> str:

@@ -12,14 +12,14 @@ import torch
 
 import accuracy_run
 from accuracy_blend import near_one_sided, rounding_errors
-from accuracy_report import CLAIMS, blend_table, cell, frontier, frontier_table, tables, verdict
+from accuracy_report import CLAIMS, blend_table, cell, claims_by_size, frontier, frontier_table, short_verdict, tables, verdict
 from accuracy_run import Job, compare, key, measure, missing, read_lines, standard_error, summary
 from accuracy_texts import Windows, find, load_windows
 from accuracy_trials import Shape, Trial
 from accuracy_variants import BLENDS, SETS, table4, trials
 from echoreduce.config import PRESETS
 from echoreduce.errors import ConfigError
-from gemma import merges
+from gemma import begin_with, merges
 
 HIDDEN, SITES = 64, 4
 
@@ -193,6 +193,22 @@ def test_verdicts_compare_window_by_window() -> None:
     assert verdict(first, {**first, "kl": 2.1, "windows": 4, "kl_windows": [1.1, 2.1, 3.1]}).startswith("undecided")
 
 
+def test_claims_side_by_side_compare_the_same_windows() -> None:
+    same = {"window": 8, "dtype": "float32", "kl_error": 0.01, "model": "m", "text": "t", "world_size": 2}
+    few = [{**same, "name": name, "windows": 4, "tokens": 32, "kl": kl} for name, kl in (("a", 1.0), ("b", 1.5))]
+    many = [{**same, "name": name, "windows": 9, "tokens": 72, "kl": kl} for name, kl in (("a", 2.0), ("b", 5.0))]
+    assert short_verdict([few[0], many[0]], [few[1], many[1]]) == "confirmed, 2.5 times"
+    assert short_verdict([few[0], many[0]], [few[1]]) == "confirmed, +50.0 %"
+    assert short_verdict([few[1]], [few[0]]) == "contradicted, -33.3 %"
+    assert short_verdict([few[0]], [many[1]]) == "not measured"
+    for bits in (4, 8):
+        few += [{**few[0], "name": f"b{bits} paper zero_aware g128"}, {**few[1], "name": f"b{bits} off zero_aware g128"}]
+    text = claims_by_size(few, "t")
+    assert "| the compensator beats none | confirmed, +50.0 % | confirmed, +50.0 % |" in text
+    assert text.count("not measured") == 2 * (len(CLAIMS) - 1)
+    assert claims_by_size(few, "another") == ""
+
+
 def test_rounding_errors_of_the_zero_point_rules(model: Any, tmp_path: Path) -> None:
     here = job(model, tmp_path / "out.jsonl", windows=4)
     records = rounding_errors(model, here.windows, 2, SITES, 2)
@@ -212,6 +228,15 @@ def test_rules_differ_where_groups_lie_on_one_side_of_zero() -> None:
     near, one_sided = near_one_sided(x.unflatten(-1, (-1, 128)))
     assert near.all()
     assert one_sided.all()
+
+
+def test_a_post_processor_puts_bos_first() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<bos>": 0, "a": 1, "b": 2}, unk_token="a"))
+    data = {**json.loads(plain.to_str()), "post_processor": begin_with("<bos>", 0)}
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+    assert tokenizer.encode("b").ids == [0, 2]
+    assert tokenizer.encode("b", add_special_tokens=False).ids == [2]
 
 
 def test_merges_of_a_byte_pair_model_follow_the_scores() -> None:
