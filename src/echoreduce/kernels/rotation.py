@@ -140,10 +140,11 @@ def turn_codes(words, scale, zero, spec: tl.constexpr):
     pp, pm = _pair(plus & 0x00FF00FF, (plus >> 8) & 0x00FF00FF, largest)
     mp, mm = _pair(minus & 0x00FF00FF, (minus >> 8) & 0x00FF00FF, largest)
     raised: tl.constexpr = 16777216.0 + spec.top * spec.group_size // 2
-    factor = (scale * spec.norm)[None, :, None]
+    factor = (scale * (spec.norm if spec.exact_norm else 1.0))[None, :, None]
     first = (tl.arange(0, spec.lanes)[:, None, None] == 0) & (tl.arange(0, spec.pieces)[None, None, :] == 0)
     base = tl.where(first, 16777216.0 + (spec.group_size * 1.0) * zero[None, :, None], raised)
     none = tl.where(first, raised, raised)
     even = tl.join(_last(pp, base, factor, spec), _last(pm, none, factor, spec))
     odd = tl.join(_last(mp, none, factor, spec), _last(mm, none, factor, spec))
-    return tl.join(even, odd).reshape(spec.lanes, spec.rows, spec.pieces, 8).permute(0, 1, 3, 2)
+    value = tl.join(even, odd).reshape(spec.lanes, spec.rows, spec.pieces, 8).permute(0, 1, 3, 2)
+    return value if spec.exact_norm else value * spec.norm

@@ -226,7 +226,7 @@ def read_back(rounded, scale, offset, spec: tl.constexpr):
 def rounding_error(x, rounded, scale, offset, spec: tl.constexpr):
     """x minus what every receiver will read for it, x in `spec.unit`; one fused operation if `spec.capped`."""
     if spec.capped:
-        return tl.fma(MAGIC - rounded, rows4(scale * spec.unit), x)
+        return tl.fma(rounded - MAGIC, rows4(scale * -spec.unit), x)  # -0 stays -0
     else:
         return x - read_back(rounded, scale, offset, spec)
 

@@ -97,6 +97,11 @@ class Spec:
         return 1.0 / math.sqrt(self.group_size)
 
     @property
+    def exact_norm(self) -> bool:
+        """`norm` is a power of two."""
+        return self.group_size in (16, 64, 256)
+
+    @property
     def unit(self) -> float:
         """How much larger a tile's values are kept than the reference's: sqrt(group_size) where the rotation's norm is a power of two.
 
@@ -105,7 +110,7 @@ class Spec:
         """
         plain = self.averages == 0 or (self.averages == 1 and self.plain and self.decaying == 0 and self.float8)
         exact = self.capped and self.dtype != "fp32" and self.residual != "group" and plain
-        return math.sqrt(self.group_size) if exact and self.group_size in (16, 64, 256) else 1.0
+        return math.sqrt(self.group_size) if exact and self.exact_norm else 1.0
 
     @property
     def lane_stages(self) -> int:
