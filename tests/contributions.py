@@ -25,12 +25,13 @@ def contributions(world_size: int, numel: int, dtype: torch.dtype = torch.float3
 
 
 def magnitudes(world_size: int, numel: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Values of all ranks, [P, numel], in stretches of 64 from the smallest subnormal numbers to the largest of bf16, each at another one."""
+    """Values of all ranks, [P, numel], in stretches of 64 from subnormal numbers to the largest ones, 2**5 apart."""
     generator = torch.Generator().manual_seed(1000 * seed + 10 * world_size + numel % 7)
     x = torch.randn(world_size, numel, generator=generator, dtype=torch.float64)
     stretches = torch.arange(numel) // 64
-    exponents = -137 + 5 * stretches % 265
-    return (x * 2.0 ** exponents.double()).clamp(-3.3e38, 3.3e38).to(dtype)
+    low, high = (-137, 128) if dtype != torch.float16 else (-27, 15)
+    x = x * 2.0 ** (low + 5 * stretches % (high - low)).double()
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
 
 def exact_steps(group: Tensor, quant: QuantConfig) -> Tensor:
