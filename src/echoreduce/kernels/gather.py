@@ -5,7 +5,7 @@ import triton.language as tl
 
 from echoreduce.kernels.place import GATHER, landing
 from echoreduce.kernels.rotation import hadamard, turn_codes
-from echoreduce.kernels.rounding import pack, read_word
+from echoreduce.kernels.rounding import pack, read_back, read_word
 from echoreduce.kernels.tile import load_codes, load_word, load_words, store_codes, store_values
 
 
@@ -28,20 +28,20 @@ def leave_landed(y, landing, groups, row, arrived, group, real, numel, spec: tl.
 
 
 @triton.jit
-def gather_step(y, value, scale, rounded, zero, word, finite, row, real, call, epoch, spec: tl.constexpr):
-    """One tile of the own segment: codes to every peer (and to ourselves if the group residual reads them again), values to y.
-
-    Writes: codes and qparams P - 1 times; the output once.
-    """
+def send_sum(rounded, zero, word, finite, row, real, call, epoch, spec: tl.constexpr):
+    """One tile of the own segment: codes and qparams to every peer, and to ourselves if the group residual reads them again."""
     P: tl.constexpr = spec.world_size
     table, control, record, numel, groups, pitch, origin, half, area, digest, patience, steps = call
-    row = row.to(tl.int64)
     nearest: tl.constexpr = 0 if spec.residual == "group" else 1
     for distance in tl.static_range(nearest, P):
         there = landing(table, spec.peer(distance), GATHER, spec.rank, epoch, half, area, spec)
-        store_codes(there, groups, row, real, rounded, zero, word, finite, spec)
-    group = row + origin + spec.rank * pitch
+        store_codes(there, groups, row.to(tl.int64), real, rounded, zero, word, finite, spec)
+
+
+@triton.jit
+def leave_own(y, rounded, scale, zero, offset, finite, group, real, numel, spec: tl.constexpr):
+    """Write the rounded sum of one tile of the own segment to the output, as every other rank will read it."""
     if spec.integer_turn:
         store_values(y, group, real, numel, turn_codes(pack(rounded, zero, finite, 0, spec), scale, zero, spec), spec)
     else:
-        leave(y, value, group, real, numel, spec)
+        leave(y, read_back(rounded, scale, offset, spec), group, real, numel, spec)
