@@ -5,7 +5,7 @@
 Rank 0 of two runs alone. What it would write to its peer goes to a second block of the same device, and its flags stand at a later epoch,
 so no wait waits: a call reads and writes the same bytes with the same instructions, only nothing crosses a link. Its time is a lower bound
 of the real one, and the rest of the real one is the link's. `--product M,K,N` adds the time that a call takes between bf16 products
-[M, K] x [K, N]: pairs of product and call together minus products alone, with the clock of the multiprocessors in each case; `--pauses` does
+[M, K] x [K, N]: pairs of product and call minus products alone, with the clock of the multiprocessors in each case; `--pauses` does
 the same for kernels of one warp that only wait, as a device mostly does in another library's all-reduce.
 
 Leaves out: results (what is received is zeros; `tests/gpu/test_p2p.py` checks the bits), more than one rank.

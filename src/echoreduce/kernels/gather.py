@@ -5,7 +5,7 @@ import triton.language as tl
 
 from echoreduce.kernels.place import GATHER, landing
 from echoreduce.kernels.rotation import hadamard, turn_codes
-from echoreduce.kernels.rounding import pack, read_back, read_word
+from echoreduce.kernels.rounding import pack, read_word
 from echoreduce.kernels.tile import load_codes, load_word, load_words, store_codes, store_values
 
 
@@ -39,9 +39,9 @@ def send_sum(rounded, zero, word, finite, row, real, call, epoch, spec: tl.const
 
 
 @triton.jit
-def leave_own(y, rounded, scale, zero, offset, finite, group, real, numel, spec: tl.constexpr):
+def leave_own(y, value, rounded, scale, zero, finite, group, real, numel, spec: tl.constexpr):
     """Write the rounded sum of one tile of the own segment to the output, as every other rank will read it."""
     if spec.integer_turn:
         store_values(y, group, real, numel, turn_codes(pack(rounded, zero, finite, 0, spec), scale, zero, spec), spec)
     else:
-        leave(y, read_back(rounded, scale, offset, spec), group, real, numel, spec)
+        leave(y, value, group, real, numel, spec)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from echoreduce.kernels.gather import leave_own, send_sum
 from echoreduce.kernels.place import GATHER, PUSH, flag, flag_slot, landing, workspace
-from echoreduce.kernels.rounding import fit, round_values, rounding_error
+from echoreduce.kernels.rounding import fit, read_back, round_values, rounding_error
 from echoreduce.kernels.signal import publish, wait
 from echoreduce.kernels.state import compensate, remember
 from echoreduce.kernels.tile import add_codes, load_codes, load_values, step_rows
@@ -59,7 +59,8 @@ def _reduce_step(x, y, state, call, row, real, arrived, epoch, spec: tl.constexp
             total = add_codes(total, here, groups, row.to(tl.int64), arrived, spec.unit, spec)
     scale, inverse, zero, offset, word, finite = fit(total, spec)
     rounded = round_values(total, inverse, zero, offset, spec)
+    value = read_back(rounded, scale, offset, spec)
     send_sum(rounded, zero, word, finite, row, real, call, epoch, spec)
-    leave_own(y, rounded, scale, zero, offset, finite, group, real, numel, spec)
+    leave_own(y, value, rounded, scale, zero, finite, group, real, numel, spec)
     if spec.residual == "local":
         remember(rounding_error(total, rounded, scale, offset, spec), scale, state, group, real, spec)
