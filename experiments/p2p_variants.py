@@ -30,15 +30,15 @@ def tunings(nbytes: int, warps: tuple[int, ...], registers: tuple[int, ...]) -> 
     """Schedules worth a try at this size."""
     if nbytes >= 1 << 28:
         chunks = (32768, 131072)
-        blocks = ((2, 3, 1), (3, 3, 2), (4, 4, 2), (4, 6, 2), (5, 6, 3), (6, 8, 4))
+        blocks = ((2, 3, 1), (3, 3, 2), (4, 4, 2), (4, 4, 4), (4, 6, 2), (5, 6, 3), (6, 6, 4), (6, 8, 4))
     elif nbytes >= 1 << 25:
         chunks = (8192, 16384, 32768)
-        blocks = ((2, 2, 1), (2, 3, 1), (3, 3, 2), (4, 6, 2))
+        blocks = ((2, 2, 1), (2, 2, 2), (2, 3, 1), (3, 3, 2), (4, 4, 2), (4, 4, 4), (4, 6, 2))
     else:
         chunks = (4096, 8192, 16384)
         blocks = ((2, 2, 1), (2, 2, 2), (1, 1, 1))
     found = [Tuning(w, c, blocks=b, registers=r) for w, c, b, r in itertools.product(warps, chunks, blocks, registers)]
-    return [tuning for tuning in found if sum(tuning.blocks) * tuning.warps <= 32]
+    return [tuning for tuning in found if sum(tuning.blocks) * tuning.warps <= 64]
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--warps", default="2,4")
     parser.add_argument("--registers", default="0", help="bounds of a thread's registers; 0 is the compiler's choice")
     parser.add_argument("--rotation", default="none", choices=("none", "hadamard"))
+    parser.add_argument("--policy", default="zero_aware", choices=("symmetric", "asymmetric", "zero_aware", "compact"))
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--built-in", action="store_true", help="only the built-in schedule")
     parser.add_argument("--staged", action="store_true", help="the paper's schedule: a launch a stage and tile, streams and events")
@@ -102,7 +103,7 @@ def main() -> None:
                 backend.forget_schedules()
                 feedback = FEEDBACKS[name]
                 state = backend.new_state(feedback) if feedback.enabled else None
-                quant = QuantConfig(bits=bits, group_size=options.group_size, rotation=options.rotation)
+                quant = QuantConfig(bits=bits, group_size=options.group_size, policy=options.policy, rotation=options.rotation)
 
                 def call(quant=quant, algorithm=algorithm, state=state, x=x, y=y):
                     return backend.all_reduce(x, quant, algorithm, state, out=y)
@@ -125,7 +126,8 @@ def main() -> None:
                 print(f"{size} {bits}bit {algorithm} {name}: {nccl / found[0][0]:.2f}x {best}", flush=True)
     if rank == 0 and options.out:
         columns = ["size", "bits", "algorithm", "feedback", "ms", "nccl_ms", "warps", "chunk_values", "blocks", "registers"]
-        write_json(options.out, columns=columns, rows=rows, rotation=options.rotation, group_size=options.group_size, staged=options.staged)
+        settings = {name: getattr(options, name) for name in ("rotation", "policy", "group_size", "staged")}
+        write_json(options.out, columns=columns, rows=rows, **settings)
     backend.close()
     dist.destroy_process_group()
 

@@ -24,6 +24,16 @@ def contributions(world_size: int, numel: int, dtype: torch.dtype = torch.float3
     return x.to(dtype)
 
 
+def magnitudes(world_size: int, numel: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Values of all ranks, [P, numel], in stretches of 64 from subnormal numbers to the largest ones, 2**5 apart."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * world_size + numel % 7)
+    x = torch.randn(world_size, numel, generator=generator, dtype=torch.float64)
+    stretches = torch.arange(numel) // 64
+    low, high = (-137, 128) if dtype != torch.float16 else (-27, 15)
+    x = x * 2.0 ** (low + 5 * stretches % (high - low)).double()
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
 def exact_steps(group: Tensor, quant: QuantConfig) -> Tensor:
     """Group step before any 16-bit rounding: sym amax / (2^(b-1) - 1), asym (max - min) / (2^b - 1); [*batch] for [*batch, g]."""
     if quant.policy == "symmetric":

@@ -50,12 +50,12 @@ def open_backend(**options):
     return P2PBackend(timeout=timedelta(seconds=60 if shared else 10), **options)
 
 
-def check_pass(backend, rank, quant, algorithm, feedback, dtype, numel, sites=3):
+def check_pass(backend, rank, quant, algorithm, feedback, dtype, numel, sites=3, data=contributions):
     """One pass, each output and the state compared with the reference."""
     state = backend.new_state(feedback) if feedback.enabled else None
     ideal = FeedbackState(feedback)
     for site in range(sites):
-        every = contributions(backend.world_size, numel, dtype, seed=site)
+        every = data(backend.world_size, numel, dtype, seed=site)
         if site == 1 and numel > 2000:
             every[1, 1500] = float("nan")
         mine = backend.all_reduce(every[rank].cuda(), quant, algorithm, state)

@@ -35,6 +35,10 @@ COMPACT_BITS = 6
 #: values gain. With more bits the scale keeps too few mantissa bits for that (docs/accuracy.md).
 CLIPPED_BITS = 4
 
+#: Scales of rotated `compact` groups stay below 2**111; a group that needs a larger one counts as not finite. So a level times a scale, a
+#: residual and a sum of a whole group of them are finite in every order of operations, which lets a kernel choose the order.
+LARGEST_COMPACT_EXPONENT = 110
+
 #: `algorithm="auto"` takes one-shot at P = 2 for messages of fewer values (128 MiB in 16 bits). One-shot has half the error there and
 #: sends the same bytes; above, its sum over all values instead of half of them costs a tenth of the time (docs/kernels.md).
 ONE_SHOT_VALUES = 1 << 26
@@ -89,6 +93,11 @@ class QuantConfig:
     def clipped(self) -> bool:
         """Whether the scale is rounded down to a number on the wire (else up), and the grid centred on the group's range."""
         return self.layout == "compact" and self.bits <= CLIPPED_BITS
+
+    @property
+    def capped(self) -> bool:
+        """Whether a group whose scale would reach 2**(LARGEST_COMPACT_EXPONENT + 1) counts as not finite."""
+        return self.layout == "compact" and self.rotation == "hadamard"
 
     @property
     def reach(self) -> float:

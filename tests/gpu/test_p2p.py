@@ -4,12 +4,13 @@ and eight ranks on whatever GPUs there are, one included."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 
-from contributions import contributions
+from contributions import contributions, magnitudes
 from echoreduce import reference
 from echoreduce.config import NO_FEEDBACK, PRESETS, FeedbackConfig, QuantConfig
 from gpu_ranks import check_pass, open_backend, run
@@ -49,6 +50,27 @@ def _every_configuration(rank):
     backend = open_backend(first_half=1 << 14, largest_half=1 << 18)  # in pieces
     check_pass(backend, rank, QuantConfig(), "two_shot", FLOAT8, torch.bfloat16, 2_000_001)
     backend.close()
+
+
+def _every_magnitude(rank):
+    backend = open_backend(first_half=1 << 20)
+    chosen = PRESETS["default"]
+    for algorithm, dtype, group_size in (
+        ("two_shot", torch.bfloat16, 64),
+        ("one_shot", torch.bfloat16, 64),
+        ("two_shot", torch.float16, 64),
+        ("two_shot", torch.float32, 64),
+        ("two_shot", torch.bfloat16, 32),
+        ("two_shot", torch.bfloat16, 128),
+    ):
+        quant = replace(chosen.quant, group_size=group_size)
+        check_pass(backend, rank, quant, algorithm, chosen.feedback, dtype, 64 * 540 + 1, data=magnitudes)
+    backend.close()
+
+
+def test_rotated_groups_of_every_magnitude():
+    """Products that are fused, sums of codes and values in another unit, in machine code (the interpreter takes other instructions)."""
+    run(_every_magnitude, world=2)
 
 
 def test_every_configuration_equals_the_reference():

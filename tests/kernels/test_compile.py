@@ -24,7 +24,7 @@ LOCAL = replace(PLAIN, residual="local", averages=1, first=False, state="float8_
 TYPES = {"table": "*i64", "control": "*i32", "record": "*i64", "e0": "*i32", "e1": "*i32", "x": "*bf16", "y": "*bf16"}
 LONG = ("half", "area", "patience")
 FLOATS = ("w0", "w1", "d0", "r0", "d1", "r1")
-DEFAULT = replace(LOCAL, group_size=64, policy="compact", rotate=True)
+DEFAULT = replace(LOCAL, group_size=64, policy="compact", rotate=True, rows=32)
 KERNELS = [(two_shot_kernel, PLAIN), (two_shot_kernel, LOCAL), (one_shot_kernel, LOCAL), (two_shot_kernel, DEFAULT)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from contributions import contributions
+from contributions import contributions, magnitudes
 from echoreduce import reference
 from echoreduce.config import NO_FEEDBACK, PRESETS, FeedbackConfig, QuantConfig
 from echoreduce.feedback.compensator import FeedbackState, correction, update
@@ -28,13 +28,13 @@ def open_backend(group: dist.ProcessGroup, **options: object):
     return P2PBackend(group, device="cpu", tuning=SMALL, **{"timeout": timedelta(seconds=60), "first_half": 1 << 16, **options})
 
 
-def run_pass(group, quant, algorithm, feedback, dtype, numel, sites, options):
-    """One pass of `sites` calls: outputs, and the averages after each."""
+def run_pass(group, quant, algorithm, feedback, dtype, numel, sites, options, data):
+    """One pass of `sites` calls on `data(P, numel, dtype, seed)`: outputs, and the averages after each."""
     backend = open_backend(group, **options)
     state = backend.new_state(feedback) if feedback.enabled else None
     outputs, averages = [], []
     for site in range(sites):
-        x = contributions(dist.get_world_size(group), numel, dtype, seed=site)[dist.get_rank(group)]
+        x = data(dist.get_world_size(group), numel, dtype, seed=site)[dist.get_rank(group)]
         outputs.append(backend.all_reduce(x, quant, algorithm, state))
         averages.append([(value.clone(), None if e is None else e.clone()) for value, e in state.averages()] if state else [])
     backend.close()
@@ -74,11 +74,15 @@ CASES = [
 
 @pytest.mark.parametrize("world_size, algorithm, quant, feedback, dtype, numel, options", CASES)
 def test_pass_equals_the_reference(ranks, world_size, algorithm, quant, feedback, dtype, numel, options):
+    check_pass(ranks, world_size, algorithm, quant, feedback, dtype, numel, options)
+
+
+def check_pass(ranks, world_size, algorithm, quant, feedback, dtype, numel, options, data=contributions):
     sites = 3
-    results = ranks.run(run_pass, world_size, quant, algorithm, feedback, dtype, numel, sites, options)
+    results = ranks.run(run_pass, world_size, quant, algorithm, feedback, dtype, numel, sites, options, data)
     state = FeedbackState(feedback)
     for site in range(sites):
-        x = contributions(world_size, numel, dtype, seed=site)
+        x = data(world_size, numel, dtype, seed=site)
         expected = reference.all_reduce(x, quant, algorithm, correction(state), feedback.residual)
         for outputs, _ in results:
             torch.testing.assert_close(outputs[site], expected.output, rtol=0, atol=0, equal_nan=True)
@@ -95,9 +99,27 @@ def test_eight_ranks():
     try:
         chosen = PRESETS["default"]
         for algorithm in ("two_shot", "one_shot"):
-            test_pass_equals_the_reference(eight, 8, algorithm, chosen.quant, chosen.feedback, torch.bfloat16, 1029, {})
+            check_pass(eight, 8, algorithm, chosen.quant, chosen.feedback, torch.bfloat16, 1029, {})
     finally:
         eight.close()
+
+
+@pytest.mark.parametrize(
+    "world_size, algorithm, group_size, dtype",
+    [
+        (2, "two_shot", 64, torch.bfloat16),
+        (3, "two_shot", 64, torch.float16),
+        (2, "two_shot", 64, torch.float32),
+        (2, "one_shot", 64, torch.bfloat16),
+        (2, "two_shot", 16, torch.bfloat16),
+        (2, "two_shot", 32, torch.bfloat16),
+        (2, "two_shot", 128, torch.float32),
+    ],
+)
+def test_rotated_groups_of_every_magnitude(ranks, world_size, algorithm, group_size, dtype):
+    """Values kept in another unit, fused products and sums of codes (`Spec.unit`, `capped`, `integer_turn`) change no bit at either end."""
+    quant = QuantConfig(policy="compact", group_size=group_size, rotation="hadamard")
+    check_pass(ranks, world_size, algorithm, quant, FeedbackConfig(state="float8_e4m3"), dtype, 64 * 54 + 1, {}, magnitudes)
 
 
 def landed(group, quant, numel):

@@ -141,6 +141,13 @@ def test_no_bf16_group_over_or_underflows() -> None:
         assert ((restored - groups).abs() <= grid.largest_error.unsqueeze(-1) * 1.0001).all()
 
 
+def test_a_rotated_compact_group_beyond_2_to_the_111_is_not_finite() -> None:
+    rotated = QuantConfig(policy="compact", rotation="hadamard")
+    groups = torch.tensor([[0.0] * 127 + [15 * 2.0**110], [0.0] * 127 + [15 * 2.0**111]])
+    assert fit(groups, rotated, torch.bfloat16).scale.isnan().tolist() == [False, True]
+    assert fit(groups, QuantConfig(policy="compact"), torch.bfloat16).scale.isfinite().all()
+
+
 def test_a_range_beyond_fp16_is_a_non_finite_group() -> None:
     groups = torch.randn(2, 128) * 1e6
     groups[1] = torch.randn(128)

@@ -12,10 +12,10 @@ import triton.language as tl
 
 from echoreduce.kernels.gather import leave
 from echoreduce.kernels.place import PUSH, describe, flag, flag_slot, landing, leave_card, workspace
-from echoreduce.kernels.rounding import fit, read_back, round_values
+from echoreduce.kernels.rounding import fit, round_values, rounding_error
 from echoreduce.kernels.signal import EPOCH, finish, publish, wait
 from echoreduce.kernels.state import compensate, remember
-from echoreduce.kernels.tile import load_codes, load_values, step_rows, store_codes
+from echoreduce.kernels.tile import add_codes, load_codes, load_values, step_rows, store_codes
 
 RUNTIME = ["numel", "groups", "pitch", "origin", "half", "area", "digest", "code", "patience", "steps", "pushers"]
 
@@ -45,7 +45,7 @@ def push_all(first, stop, stride, x, state, call, code, epoch, spec: tl.constexp
                 there = landing(table, spec.peer(distance), PUSH, spec.rank, epoch, half, area, spec)
                 store_codes(there, groups, at, real, rounded, zero, word, finite, spec)
             if spec.residual == "local":
-                remember(value - read_back(rounded, scale, offset, spec), scale, state, group, real, spec)
+                remember(rounding_error(value, rounded, scale, offset, spec), scale, state, group, real, spec)
             step += 1
         if chunk == 0:
             for distance in tl.static_range(1, P):
@@ -63,7 +63,7 @@ def add_copies(table, groups, row, arrived, epoch, half, area, spec: tl.constexp
     total = load_codes(landing(table, spec.rank, PUSH, 0, epoch, half, area, spec), groups, row, arrived, spec)
     for source in tl.static_range(1, P):
         here = landing(table, spec.rank, PUSH, source, epoch, half, area, spec)
-        total += load_codes(here, groups, row, arrived, spec)
+        total = add_codes(total, here, groups, row, arrived, 1.0, spec)
     return total
 
 

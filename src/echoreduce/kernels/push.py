@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from echoreduce.kernels.place import PUSH, flag_slot, landing, leave_card, workspace
-from echoreduce.kernels.rounding import fit, read_back, round_values
+from echoreduce.kernels.rounding import fit, round_values, rounding_error
 from echoreduce.kernels.signal import publish
 from echoreduce.kernels.state import compensate, remember
 from echoreduce.kernels.tile import load_values, step_rows, store_codes
@@ -45,7 +45,7 @@ def _push_to(owner, chunk, x, state, call, code, epoch, spec: tl.constexpr):
         rounded = round_values(value, inverse, zero, offset, spec)
         store_codes(there, groups, row.to(tl.int64), real, rounded, zero, word, finite, spec)
         if spec.residual == "local":
-            remember(value - read_back(rounded, scale, offset, spec), scale, state, group, real, spec)
+            remember(rounding_error(value, rounded, scale, offset, spec), scale, state, group, real, spec)
         step += 1
     if chunk == 0:
         leave_card(table, owner, numel, code, epoch, spec)

@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from echoreduce.kernels.gather import gather_step
+from echoreduce.kernels.gather import leave_own, send_sum
 from echoreduce.kernels.place import GATHER, PUSH, flag, flag_slot, landing, workspace
-from echoreduce.kernels.rounding import fit, read_back, round_values
+from echoreduce.kernels.rounding import fit, read_back, round_values, rounding_error
 from echoreduce.kernels.signal import publish, wait
 from echoreduce.kernels.state import compensate, remember
-from echoreduce.kernels.tile import load_codes, load_values, step_rows
+from echoreduce.kernels.tile import add_codes, load_codes, load_values, step_rows
 
 
 @triton.jit
@@ -48,16 +48,19 @@ def _reduce_step(x, y, state, call, row, real, arrived, epoch, spec: tl.constexp
     group = row.to(tl.int64) + origin + spec.rank * pitch
     own = compensate(load_values(x, group, numel, spec), state, group, spec)
     total = own
+    if spec.rank > 1:  # rank 1 begins with its own values too: the first addition may be turned round
+        here = landing(table, spec.rank, PUSH, 0, epoch, half, area, spec)
+        total = load_codes(here, groups, row.to(tl.int64), arrived, spec) * spec.unit
     for source in tl.static_range(P):
         if source == spec.rank:
-            term = own
-        else:
+            total = total + own if spec.rank > 1 else total
+        elif source > 0 or spec.rank == 1:
             here = landing(table, spec.rank, PUSH, source, epoch, half, area, spec)
-            term = load_codes(here, groups, row.to(tl.int64), arrived, spec)
-        total = term if source == 0 else total + term
+            total = add_codes(total, here, groups, row.to(tl.int64), arrived, spec.unit, spec)
     scale, inverse, zero, offset, word, finite = fit(total, spec)
     rounded = round_values(total, inverse, zero, offset, spec)
     value = read_back(rounded, scale, offset, spec)
-    gather_step(y, value, rounded, zero, word, finite, row, real, call, epoch, spec)
+    send_sum(rounded, zero, word, finite, row, real, call, epoch, spec)
+    leave_own(y, value, rounded, scale, zero, finite, group, real, numel, spec)
     if spec.residual == "local":
-        remember(total - value, scale, state, group, real, spec)
+        remember(rounding_error(total, rounded, scale, offset, spec), scale, state, group, real, spec)

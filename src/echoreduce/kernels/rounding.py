@@ -17,9 +17,12 @@ Source: docs/design.md, Section 4; the paper, Section 4.3.
 import triton
 import triton.language as tl
 
+from echoreduce.config import LARGEST_COMPACT_EXPONENT
+
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 MAGIC_BITS = tl.constexpr(0x4B400000)
 MANTISSA = tl.constexpr(0x4B000000)  # bits of 2**23
+COMPACT_EXPONENT = tl.constexpr(LARGEST_COMPACT_EXPONENT)
 
 
 @triton.jit
@@ -97,15 +100,15 @@ def nan_word(spec: tl.constexpr):
 
 @triton.jit
 def fit(x, spec: tl.constexpr):
-    """Grid of each group of a tile.
+    """Grid of each group of a tile, whose values are in `spec.unit`.
 
     Returns:
-        scale, inverse, zero (a float), offset, word (qparams as they travel), finite; each [rows].
+        scale, inverse (for values in that unit), zero (a float), offset, word (qparams as they travel), finite; each [rows].
     """
     low, high = extent(x, spec)
     if spec.compact:
-        low = tl.where(low > 0, 0.0, low)  # NaN stays
-        high = tl.where(high < 0, 0.0, high)
+        low = tl.where(low > 0, 0.0, low * (1.0 / spec.unit))  # NaN stays
+        high = tl.where(high < 0, 0.0, high * (1.0 / spec.unit))
         raw = tl.math.div_rn(0.5 * high - 0.5 * low, constant(0.5 * spec.top, spec))
         return _finish_compact(raw, low, high, spec)
     if spec.symmetric:
@@ -165,7 +168,8 @@ def _finish_compact(raw, low, high, spec: tl.constexpr):
     raised: tl.constexpr = 0 if spec.clipped else ((1 << dropped) - 1)
     field = (tl.where(finite, size, 0) + raised) >> dropped
     field = tl.where((size > 0) & (field < unit), unit, field)
-    finite = finite & (field < 255 * unit)
+    beyond: tl.constexpr = 127 + COMPACT_EXPONENT + 1 if spec.capped else 255
+    finite = finite & (field < beyond * unit)
     field = tl.where(finite, field, 255 * unit + unit // 2)
     scale = (field << dropped).to(tl.float32, bitcast=True)
     inverse = tl.where(field == 0, 0.0, tl.math.div_rn(constant(1.0, spec), tl.where(field == 0, 1.0, scale)))
@@ -176,7 +180,7 @@ def _finish_compact(raw, low, high, spec: tl.constexpr):
     zero = tl.minimum(tl.maximum((middle + MAGIC) - MAGIC, 0.0), spec.top * 1.0)
     zero = tl.where(finite & (field > 0), zero, 0.0)
     word = (field << spec.bits) | zero.to(tl.int32)
-    return scale, inverse, zero, constant(0.0, spec), word, finite
+    return scale, inverse * (1.0 / spec.unit), zero, constant(0.0, spec), word, finite
 
 
 @triton.jit
@@ -216,6 +220,15 @@ def reconstruct(level, scale, offset, spec: tl.constexpr):
 def read_back(rounded, scale, offset, spec: tl.constexpr):
     """What every receiver will read for the values that `round_values` rounded."""
     return reconstruct(rounded - MAGIC, rows4(scale), rows4(offset), spec)
+
+
+@triton.jit
+def rounding_error(x, rounded, scale, offset, spec: tl.constexpr):
+    """x minus what every receiver will read for it, x in `spec.unit`; one fused operation if `spec.capped`."""
+    if spec.capped:
+        return tl.fma(rounded - MAGIC, rows4(scale * -spec.unit), x)  # -0 stays -0
+    else:
+        return x - read_back(rounded, scale, offset, spec)
 
 
 @triton.jit
@@ -271,15 +284,27 @@ def spread(word, spec: tl.constexpr):
 
 
 @triton.jit
-def unpack_words(first, second, word, spec: tl.constexpr):
-    """Values of a tile from its code words and qparams.
+def as_mantissa(word, mask, spec: tl.constexpr):
+    """2**23 + (word & mask) as fp32, for masks within 23 bits."""
+    if spec.native:  # one instruction; the compiler makes two of it
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, mask, MANTISSA], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        bits = (word & mask) | MANTISSA
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def levels_of_words(first, second, word, spec: tl.constexpr):
+    """Levels of a tile from its code words and qparams, each times a power of two and with a factor that makes up for it.
 
     Args:
         first: plane 0, int32 [lanes, rows, pieces]; for 8 bits the lower four values of each chunk.
         second: for 8 bits the upper four values, else unused.
         word: qparams, int32 [rows].
     Returns:
-        fp32 [lanes, rows, 8, pieces]. Single-plane widths 4 and 8 only.
+        (level * 2**position, scale * 2**-position, offset), fp32, broadcast to [lanes, rows, 8, pieces]. Widths 4 and 8 only.
     """
     scale, zero, offset = read_word(word, spec)
     e = tl.arange(0, 8)[None, None, :, None]
@@ -293,16 +318,16 @@ def unpack_words(first, second, word, spec: tl.constexpr):
         source = tl.where(e < 5, spread(first, spec), spread(first >> 20, spec))
         position = 4 * (e % 5)
         mask = 15 << position
-    raised = ((source & mask) | MANTISSA).to(tl.float32, bitcast=True)
+    raised = as_mantissa(source, tl.broadcast_to(mask, source.shape), spec)
     factor = (1 << position).to(tl.float32)
     base = 8388608.0 + rows4(zero) * factor
     inverse_factor = ((127 << 23) - (position << 23)).to(tl.float32, bitcast=True)
-    return reconstruct(raised - base, rows4(scale) * inverse_factor, rows4(offset), spec)
+    return raised - base, rows4(scale) * inverse_factor, rows4(offset)
 
 
 @triton.jit
-def unpack_codes(code, word, spec: tl.constexpr):
-    """Values of a tile from whole codes, int32 [lanes, rows, 8, pieces] (multi-plane widths)."""
+def levels_of_codes(code, word, spec: tl.constexpr):
+    """As `levels_of_words`, from whole codes, int32 [lanes, rows, 8, pieces] (multi-plane widths)."""
     scale, zero, offset = read_word(word, spec)
     level = (code | MANTISSA).to(tl.float32, bitcast=True) - 8388608.0 - rows4(zero)
-    return reconstruct(level, rows4(scale), rows4(offset), spec)
+    return level, rows4(scale), rows4(offset)

@@ -80,7 +80,7 @@ class Spec:
     @property
     def pieces(self) -> int:
         """Chunks of 8 values that a thread holds of each group: 1, 2 or 4."""
-        return max(1, min(4, self.group_size // 32))
+        return pieces_of(self.group_size)
 
     def peer(self, distance: int) -> int:
         """Rank at `distance` behind this one, cyclically: every rank starts with another peer."""
@@ -95,6 +95,22 @@ class Spec:
     def norm(self) -> float:
         """Factor that makes the Hadamard matrix orthonormal."""
         return 1.0 / math.sqrt(self.group_size)
+
+    @property
+    def exact_norm(self) -> bool:
+        """`norm` is a power of two."""
+        return self.group_size in (16, 64, 256)
+
+    @property
+    def unit(self) -> float:
+        """How much larger a tile's values are kept than the reference's: sqrt(group_size) where the rotation's norm is a power of two.
+
+        The norm is then applied once a group, to the parameters of the grid, instead of to every value. Exact: 16-bit data and float8 state
+        are multiples of 2**-135, so no result is rounded as a subnormal number, and `compact` scales stay below 2**111.
+        """
+        plain = self.averages == 0 or (self.averages == 1 and self.plain and self.decaying == 0 and self.float8)
+        exact = self.capped and self.dtype != "fp32" and self.residual != "group" and plain
+        return math.sqrt(self.group_size) if exact and self.exact_norm else 1.0
 
     @property
     def lane_stages(self) -> int:
@@ -149,6 +165,11 @@ class Spec:
         return self.policy == "compact"
 
     @property
+    def capped(self) -> bool:
+        """Products of levels and scales are exact and finite and may be fused with the addition that follows, `QuantConfig.capped`."""
+        return self.compact and self.rotate
+
+    @property
     def clipped(self) -> bool:
         """The scale is rounded down and the grid centred, `QuantConfig.clipped`."""
         return self.compact and self.bits <= CLIPPED_BITS
@@ -162,6 +183,11 @@ class Spec:
     def one_word(self) -> bool:
         """One 16-bit word of qparams a group instead of two."""
         return self.symmetric or self.compact
+
+    @property
+    def integer_turn(self) -> bool:
+        """The sum is turned back on its codes, four to a word (`rotation.turn_codes`): a sum of group_size / 4 of them fits a byte."""
+        return self.capped and self.bits == 4 and self.top * self.group_size // 4 <= 255
 
     @property
     def mantissa(self) -> int:
@@ -202,6 +228,16 @@ class Spec:
         """The float8 exponent of average `index` follows from the step (local residual, no decay); else from the data."""
         return self.residual == "local" and not self.decays(index)
 
+    @property
+    def clear_groups(self) -> bool:
+        """Residuals are finite in every group whose scale is, so the float8 conversion clears whole groups."""
+        return self.capped and self.float8 and self.decaying == 0 and self.residual == "local"
+
+    @property
+    def clear_bytes(self) -> bool:
+        """The float8 conversion clears each value that is not finite."""
+        return not self.capped and self.float8 and self.decaying == 0 and self.residual == "local"
+
     def decays(self, index: int) -> bool:
         """Whether average `index` keeps part of its old value."""
         return bool(self.decaying >> index & 1)
@@ -209,6 +245,11 @@ class Spec:
     def with_rows(self, rows: int) -> Spec:
         """The same kernel at another block size."""
         return replace(self, rows=rows)
+
+
+def pieces_of(group_size: int) -> int:
+    """`Spec.pieces`: as many as leave two threads a group, which keeps a thread's values 32 and what is done once a group rare."""
+    return max(1, min(4, group_size // (2 * CHUNK)))
 
 
 def flag_bytes(world_size: int) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from echoreduce.kernels.rotation import hadamard
 from echoreduce.kernels.rounding import rows4
-from echoreduce.kernels.tile import gather_pieces, lane_offsets, part_pieces, store_pieces, to_bf16
+from echoreduce.kernels.tile import gather_pieces, lane_offsets, part_pieces, store_pieces, store_rows, to_bf16
 
 
 @triton.jit
@@ -66,29 +66,38 @@ def _from_byte(word, spec: tl.constexpr):
 
 
 @triton.jit
-def _four_to_words(a, b, c, d, spec: tl.constexpr):
+def _four_to_words(a, b, c, d, finite, spec: tl.constexpr):
     """Four fp32 tensors within 256 in magnitude to float8 words, rounded half to even; what is not finite becomes zero.
 
-    The device's conversion turns NaN and what is too large into the type's largest codes, which no number within 256 has; these bytes
-    are cleared four at a time.
+    The device's conversion turns NaN and what is too large into the type's largest codes, which no number within 256 has. Where the
+    caller has not cleared such values, these bytes are, four at a time; with `spec.clear_groups` whole groups that are not `finite`.
     """
     if spec.native_float8:
         if spec.state == "float8_e4m3":
-            return tl.inline_asm_elementwise(
-                """{ .reg .b16 l, h; .reg .b32 w, t;
+            word = tl.inline_asm_elementwise(
+                """{ .reg .b16 l, h;
                 cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;
-                mov.b32 w, {l, h};
-                and.b32 t, w, 0x7F7F7F7F; add.u32 t, t, 0x02020202; prmt.b32 t, t, 0, 0xBA98; not.b32 t, t; and.b32 $0, w, t; }""",
+                mov.b32 $0, {l, h}; }""",
                 "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
+            above: tl.constexpr = 0x02020202
         else:
-            return tl.inline_asm_elementwise(
-                """{ .reg .b16 l, h; .reg .b32 w, t;
+            word = tl.inline_asm_elementwise(
+                """{ .reg .b16 l, h;
                 cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3;
-                mov.b32 w, {l, h};
-                and.b32 t, w, 0x7F7F7F7F; add.u32 t, t, 0x05050505; prmt.b32 t, t, 0, 0xBA98; not.b32 t, t; and.b32 $0, w, t; }""",
+                mov.b32 $0, {l, h}; }""",
                 "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
+            above: tl.constexpr = 0x05050505
+        if spec.clear_groups:
+            word = tl.where(finite, word, 0)
+        elif spec.clear_bytes:
+            word = tl.inline_asm_elementwise(
+                """{ .reg .b32 t;
+                and.b32 t, $1, 0x7F7F7F7F; add.u32 t, t, $2; prmt.b32 t, t, 0, 0xBA98; not.b32 t, t; and.b32 $0, $1, t; }""",
+                "=r,r,r", [word, above], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        return word
     else:
         low = _to_byte(a, spec) | (_to_byte(b, spec) << 8)
         return low | (_to_byte(c, spec) << 16) | (_to_byte(d, spec) << 24)
@@ -131,8 +140,8 @@ def load_float8(values, group, spec: tl.constexpr):
 
 
 @triton.jit
-def store_float8(values, value, group, real, spec: tl.constexpr):
-    """Inverse of `load_float8`."""
+def store_float8(values, value, step, group, real, spec: tl.constexpr):
+    """Inverse of `load_float8`; `step` as in `store_average`."""
     octets = value.permute(0, 1, 3, 2).reshape(spec.lanes, spec.rows, spec.pieces, 2, 2, 2)
     even, odd = tl.split(octets)
     ae, cg = tl.split(even)
@@ -143,8 +152,9 @@ def store_float8(values, value, group, real, spec: tl.constexpr):
     d, h = tl.split(dh)
     at = _words_at(values, group, spec)
     keep = real[None, :, None]
-    tl.store(at, _four_to_words(a, b, c, d, spec), mask=keep)
-    tl.store(at + spec.lanes * spec.pieces, _four_to_words(e, f, g, h, spec), mask=keep)
+    finite = tl.broadcast_to((step < float("inf"))[None, :, None], a.shape)
+    tl.store(at, _four_to_words(a, b, c, d, finite, spec), mask=keep)
+    tl.store(at + spec.lanes * spec.pieces, _four_to_words(e, f, g, h, finite, spec), mask=keep)
 
 
 @triton.jit
@@ -180,8 +190,10 @@ def store_average(value, step, values, exponents, group, real, bounded: tl.const
     """Write one average of a tile's groups.
 
     Args:
-        value: fp32 [lanes, rows, 8, pieces], finite; a bounded float8 average may hold what is not finite, which is stored as zero.
-        step: scale of the grid on which each group was rounded, fp32 [rows]; sets the float8 exponent if `bounded`.
+        value: fp32 [lanes, rows, 8, pieces], times `spec.unit`, finite; a bounded float8 average may hold what is not finite, which is
+            stored as zero.
+        step: scale of the grid on which each group was rounded, fp32 [rows], NaN if the group is not finite; sets the float8
+            exponent if `bounded`.
     """
     if spec.float8:
         if bounded:
@@ -189,8 +201,8 @@ def store_average(value, step, values, exponents, group, real, bounded: tl.const
         else:
             bound = tl.max(tl.max(tl.max(tl.abs(value), 3), 2), 0)
         exponent = tl.minimum(tl.maximum(ceil_log2(bound) - 8, -126), 126)
-        tl.store(exponents + group, exponent, mask=real)
-        store_float8(values, value * rows4(power_of_two(-exponent)), group, real, spec)
+        store_rows(exponents + group, exponent, real, spec)
+        store_float8(values, value * rows4(power_of_two(-exponent) * (1.0 / spec.unit)), step, group, real, spec)
     else:
         stored = value
         if spec.state == "bf16":
@@ -207,11 +219,18 @@ def compensate(x, state, group, spec: tl.constexpr):
 
     Args:
         x: values of a tile as the caller gave them, fp32.
+    Returns:
+        x' times `spec.unit`.
         state: (m0, e0, m1, e1, weight0, weight1, decay0, 1 - decay0, decay1, 1 - decay1), m values and e exponents of an average.
     """
     if spec.rotate:
         x = hadamard(x, spec)
-    if spec.averages > 0 and not spec.first:
+        if spec.unit == 1.0:
+            x = x * spec.norm
+    if spec.averages == 1 and spec.plain and spec.float8 and not spec.first:
+        m0, e0, m1, e1, weight0, weight1, decay0, rest0, decay1, rest1 = state
+        x = tl.fma(load_float8(m0, group, spec), rows4(power_of_two(tl.load(e0 + group)) * spec.unit), x)  # exact product
+    elif spec.averages > 0 and not spec.first:
         m0, e0, m1, e1, weight0, weight1, decay0, rest0, decay1, rest1 = state
         correction = load_average(m0, e0, group, spec)
         if not spec.plain:
@@ -237,7 +256,7 @@ def _refresh(residual, step, values, exponents, decay, rest, group, real, index:
 def remember(residual, step, state, group, real, spec: tl.constexpr):
     """Refresh the averages with the residual of a tile; what is not finite counts as zero and never reaches the next site."""
     m0, e0, m1, e1, weight0, weight1, decay0, rest0, decay1, rest1 = state
-    if not (spec.float8 and spec.decaying == 0 and spec.residual == "local"):  # else the conversion itself does it
+    if not (spec.clear_groups or spec.clear_bytes):  # else the conversion does it
         residual = tl.where(tl.abs(residual) < float("inf"), residual, 0.0)
     _refresh(residual, step, m0, e0, decay0, rest0, group, real, 0, spec)
     if spec.averages == 2:

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from echoreduce.kernels.gather import leave
+from echoreduce.kernels.gather import leave_landed
 from echoreduce.kernels.place import GATHER, flag, landing
 from echoreduce.kernels.signal import wait
-from echoreduce.kernels.tile import load_codes, step_rows
+from echoreduce.kernels.tile import step_rows
 
 
 @triton.jit
@@ -39,6 +39,6 @@ def _read_from(owner, chunk, y, call, epoch, spec: tl.constexpr):
     end = tl.minimum(step + steps, tl.cdiv(groups, spec.rows))
     while step < end:
         row, real = step_rows(step, groups, spec)
-        value = load_codes(here, groups, row.to(tl.int64), arrived, spec)
-        leave(y, value, row.to(tl.int64) + origin + owner * pitch, real, numel, spec)
+        row = row.to(tl.int64)
+        leave_landed(y, here, groups, row, arrived, row + origin + owner * pitch, real, numel, spec)
         step += 1

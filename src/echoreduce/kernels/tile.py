@@ -10,7 +10,7 @@ Source: docs/kernels.md.
 import triton
 import triton.language as tl
 
-from echoreduce.kernels.rounding import nan_word, pack, spread, unpack_codes, unpack_words
+from echoreduce.kernels.rounding import levels_of_codes, levels_of_words, nan_word, pack, reconstruct, spread
 
 
 @triton.jit
@@ -191,33 +191,85 @@ def _store_plane(landing, groups, at, keep, words, index: tl.constexpr, spec: tl
 
 
 @triton.jit
-def store_word(landing, groups, row, real, word, spec: tl.constexpr):
-    """Write the qparams of a tile's groups."""
-    if spec.one_word:
-        tl.store(qparams_at(landing, groups, spec).to(tl.pointer_type(tl.int16)) + row, word.to(tl.int16), mask=real)
+def store_rows(where, value, keep, spec: tl.constexpr):
+    """Write one int16 or int32 number a group; [rows] each.
+
+    Every thread that holds a number writes it, threads of a group the same one: `tl.store` would first hand the numbers to as many threads
+    as there are, through shared memory and two barriers.
+    """
+    if spec.native:
+        address = where.to(tl.int64)
+        if value.dtype == tl.int16:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; .reg .b16 t; setp.ne.s32 p, $3, 0; cvt.u16.u32 t, $2; @p st.global.b16 [$1], t; mov.u32 $0, 0; }",
+                "=r,l,r,r", [address, value.to(tl.int32), keep.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }",
+                "=r,l,r,r", [address, value, keep.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
     else:
-        tl.store(qparams_at(landing, groups, spec).to(tl.pointer_type(tl.int32)) + row, word, mask=real)
+        tl.store(where, value, mask=keep)
 
 
 @triton.jit
-def load_codes(landing, groups, row, arrived, spec: tl.constexpr):
-    """What a landing area holds for a tile's groups, fp32 [lanes, rows, 8, pieces]; NaN if `arrived` is false (a wait was given up)."""
-    at = words_of(row, spec)
+def store_word(landing, groups, row, real, word, spec: tl.constexpr):
+    """Write the qparams of a tile's groups."""
+    if spec.one_word:
+        store_rows(qparams_at(landing, groups, spec).to(tl.pointer_type(tl.int16)) + row, word.to(tl.int16), real, spec)
+    else:
+        store_rows(qparams_at(landing, groups, spec).to(tl.pointer_type(tl.int32)) + row, word, real, spec)
+
+
+@triton.jit
+def load_word(landing, groups, row, arrived, spec: tl.constexpr):
+    """Qparams of a tile's groups, int32 [rows]; those of a group that is not finite if `arrived` is false (a wait was given up)."""
     qparams = qparams_at(landing, groups, spec)
     if spec.one_word:
         word = tl.load(qparams.to(tl.pointer_type(tl.int16)) + row).to(tl.int32)
     else:
         word = tl.load(qparams.to(tl.pointer_type(tl.int32)) + row)
-    word = tl.where(arrived, word, nan_word(spec))
+    return tl.where(arrived, word, nan_word(spec))
+
+
+@triton.jit
+def load_words(landing, row, spec: tl.constexpr):
+    """Code words of a tile, int32 [lanes, rows, pieces], 4 bits only."""
+    return tl.load(tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16) + words_of(row, spec))
+
+
+@triton.jit
+def load_codes(landing, groups, row, arrived, spec: tl.constexpr):
+    """What a landing area holds for a tile's groups, fp32 [lanes, rows, 8, pieces]; NaN if `arrived` is false."""
+    level, scale, offset = load_levels(landing, groups, row, arrived, spec)
+    return reconstruct(level, scale, offset, spec)
+
+
+@triton.jit
+def add_codes(total, landing, groups, row, arrived, unit: tl.constexpr, spec: tl.constexpr):
+    """total + unit * `load_codes`; one fused operation if `spec.capped`, else the unit must be 1."""
+    level, scale, offset = load_levels(landing, groups, row, arrived, spec)
+    if spec.capped:
+        return tl.fma(level, scale * unit, total)
+    else:
+        return total + reconstruct(level, scale, offset, spec)
+
+
+@triton.jit
+def load_levels(landing, groups, row, arrived, spec: tl.constexpr):
+    """(level, scale, offset) of `load_codes`, each fp32 and [lanes, rows, 8, pieces] or broadcast to it."""
+    at = words_of(row, spec)
+    word = load_word(landing, groups, row, arrived, spec)
     if spec.bits == 8:
         plane = tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16)
         at = words_of(2 * row, spec)
-        return unpack_words(tl.load(plane + at), tl.load(plane + at + spec.lanes * spec.pieces), word, spec)
+        return levels_of_words(tl.load(plane + at), tl.load(plane + at + spec.lanes * spec.pieces), word, spec)
     elif spec.bits == 4:
-        words = tl.load(tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16) + at)
-        return unpack_words(words, words, word, spec)
+        words = load_words(landing, row, spec)
+        return levels_of_words(words, words, word, spec)
     else:
-        return unpack_codes(_load_planes(landing, groups, at, spec), word, spec)
+        return levels_of_codes(_load_planes(landing, groups, at, spec), word, spec)
 
 
 @triton.jit

@@ -9,9 +9,9 @@ Source: the paper, Table 2; Wang et al., 2024a (ZeRO++).
 import triton
 import triton.language as tl
 
-from echoreduce.kernels.gather import leave
+from echoreduce.kernels.gather import leave_landed
 from echoreduce.kernels.rounding import fit, round_values
-from echoreduce.kernels.tile import load_codes, load_values, step_rows, store_codes
+from echoreduce.kernels.tile import add_codes, load_codes, load_values, step_rows, store_codes
 
 RUNTIME = ["numel", "groups", "area", "sent", "arrived"]
 
@@ -39,7 +39,7 @@ def reduce_kernel(arrived, sent, groups, area, spec: tl.constexpr):
     here = groups >= 0
     total = load_codes(arrived, groups.to(tl.int64), row, here, spec)
     for source in tl.static_range(1, P):
-        total += load_codes(arrived + source * area, groups.to(tl.int64), row, here, spec)
+        total = add_codes(total, arrived + source * area, groups.to(tl.int64), row, here, 1.0, spec)
     scale, inverse, zero, offset, word, finite = fit(total, spec)
     rounded = round_values(total, inverse, zero, offset, spec)
     store_codes(sent, groups.to(tl.int64), row, real, rounded, zero, word, finite, spec)
@@ -52,5 +52,5 @@ def dequantize_kernel(arrived, y, numel, groups, area, spec: tl.constexpr):
     row, real = step_rows(tl.program_id(0), groups, spec)
     row = row.to(tl.int64)
     for segment in tl.static_range(P):
-        value = load_codes(arrived + segment * area, groups.to(tl.int64), row, groups >= 0, spec)
-        leave(y, value, row + segment * groups, real, numel.to(tl.int64), spec)
+        landing = arrived + segment * area
+        leave_landed(y, landing, groups.to(tl.int64), row, groups >= 0, row + segment * groups, real, numel.to(tl.int64), spec)

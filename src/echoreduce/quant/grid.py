@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echoreduce.config import QuantConfig
+from echoreduce.config import LARGEST_COMPACT_EXPONENT, QuantConfig
 from echoreduce.errors import DTypeError
 
 #: Smallest scale that is stored in bf16: the smallest normal number, whose reciprocal is still finite in fp32.
@@ -123,11 +123,12 @@ def compact_mantissa(bits: int) -> int:
 
 def round_compact(x: Tensor, quant: QuantConfig) -> Tensor:
     """x >= 0 with 8 exponent and `compact_mantissa(bits)` mantissa bits, as fp32: the largest such number that is not above x if
-    `quant.clipped`, else the smallest that is not below x; overflow gives Inf."""
+    `quant.clipped`, else the smallest that is not below x; overflow gives Inf, `quant.capped` from 2**(LARGEST_COMPACT_EXPONENT + 1) on."""
     dropped = 23 - compact_mantissa(quant.bits)
     raised = 0 if quant.clipped else (1 << dropped) - 1
     rounded = (x.view(torch.int32) + raised) >> dropped << dropped
-    return torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
+    scale = torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
+    return torch.where(scale >= 2.0 ** (LARGEST_COMPACT_EXPONENT + 1), torch.inf, scale) if quant.capped else scale
 
 
 def fit(groups: Tensor, quant: QuantConfig, qparams: torch.dtype) -> Grid:

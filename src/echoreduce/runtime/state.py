@@ -14,6 +14,7 @@ from torch import Tensor
 
 from echoreduce.config import FeedbackConfig
 from echoreduce.errors import GroupError, ShapeError
+from echoreduce.kernels.spec import pieces_of
 from echoreduce.partition import Partition
 
 STORED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -71,7 +72,7 @@ class P2PState:
             return []
         if not self._scaled:
             return [(value[: cut.padded], None) for value in self._values]
-        pieces = max(1, min(4, cut.group_size // 32))
+        pieces = pieces_of(cut.group_size)
         shape = (cut.groups, 2, cut.group_size // (8 * pieces), pieces, 4)  # group, half of a chunk, lane, piece, byte
         plain = [words[: cut.padded // 4].view(torch.int8).reshape(shape).permute(0, 3, 2, 1, 4).reshape(-1) for words in self._values]
         return [(value, exponent[: cut.groups].to(torch.int8)) for value, exponent in zip(plain, self._exponents)]
