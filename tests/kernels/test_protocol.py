@@ -105,20 +105,22 @@ def test_eight_ranks():
 
 
 @pytest.mark.parametrize(
-    "world_size, algorithm, group_size, dtype",
+    "world_size, algorithm, bits, group_size, dtype",
     [
-        (2, "two_shot", 64, torch.bfloat16),
-        (3, "two_shot", 64, torch.float16),
-        (2, "two_shot", 64, torch.float32),
-        (2, "one_shot", 64, torch.bfloat16),
-        (2, "two_shot", 16, torch.bfloat16),
-        (2, "two_shot", 32, torch.bfloat16),
-        (2, "two_shot", 128, torch.float32),
+        (2, "two_shot", 4, 64, torch.bfloat16),
+        (3, "two_shot", 4, 64, torch.float16),
+        (2, "two_shot", 4, 64, torch.float32),
+        (2, "one_shot", 4, 64, torch.bfloat16),
+        (2, "two_shot", 4, 16, torch.bfloat16),
+        (2, "two_shot", 4, 32, torch.bfloat16),
+        (2, "two_shot", 4, 128, torch.float32),
+        (3, "two_shot", 5, 64, torch.bfloat16),
+        (2, "two_shot", 2, 256, torch.bfloat16),
     ],
 )
-def test_rotated_groups_of_every_magnitude(ranks, world_size, algorithm, group_size, dtype):
+def test_rotated_groups_of_every_magnitude(ranks, world_size, algorithm, bits, group_size, dtype):
     """Values kept in another unit, fused products and sums of codes (`Spec.unit`, `capped`, `integer_turn`) change no bit at either end."""
-    quant = QuantConfig(policy="compact", group_size=group_size, rotation="hadamard")
+    quant = QuantConfig(bits=bits, policy="compact", group_size=group_size, rotation="hadamard")
     check_pass(ranks, world_size, algorithm, quant, FeedbackConfig(state="float8_e4m3"), dtype, 64 * 54 + 1, {}, magnitudes)
 
 
