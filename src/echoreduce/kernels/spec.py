@@ -106,7 +106,7 @@ class Spec:
         """How much larger a tile's values are kept than the reference's: sqrt(group_size) where the rotation's norm is a power of two.
 
         The norm is then applied once a group, to the parameters of the grid, instead of to every value. Exact: 16-bit data and float8 state
-        are multiples of 2**-135, so no result is rounded as a subnormal number, and `compact` scales stay below 2**111.
+        are multiples of 2**-142, so no result is rounded as a subnormal number, and `compact` scales stay below 2**111.
         """
         plain = self.averages == 0 or (self.averages == 1 and self.plain and self.decaying == 0 and self.float8)
         exact = self.capped and self.dtype != "fp32" and self.residual != "group" and plain
