@@ -5,7 +5,7 @@ Every figure comes from the lines; what the paper says is quoted in `PAPER` with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
@@ -151,19 +151,29 @@ def verdict(better: Line | None, worse: Line | None) -> str:
 
 def claims_by_size(lines: Iterable[Line], text: str) -> str:
     """Each claim at 4 and 8 bits and every P on one text, a table a model: verdict, and how far the worse one's KL is above."""
-    found: dict[str, dict[tuple[int, str], list[Line]]] = {}
+    return claims_side_by_side((line for line in lines if line["text"] == text), text, lambda line: f"P = {line['world_size']}")
+
+
+def claims_by_text(lines: Iterable[Line], world_size: int) -> str:
+    """As `claims_by_size`, with the texts side by side at one P."""
+    chosen = (line for line in lines if line["world_size"] == world_size)
+    return claims_side_by_side(chosen, f"P = {world_size}", lambda line: str(line["text"]))
+
+
+def claims_side_by_side(lines: Iterable[Line], title: str, column: Callable[[Line], str]) -> str:
+    """The tables of `claims_by_size`, with a column for each value of `column` and width."""
+    found: dict[str, dict[tuple[str, str], list[Line]]] = {}
     for line in lines:
-        if line["text"] == text:
-            found.setdefault(line["model"], {}).setdefault((line["world_size"], line["name"]), []).append(line)
+        found.setdefault(line["model"], {}).setdefault((column(line), line["name"]), []).append(line)
     parts = []
     for model, measured in found.items():
-        sizes = sorted({world_size for world_size, _ in measured})
-        header = ["claim", *(f"{bits} bits, P = {size}" if size == sizes[0] else f"P = {size}" for bits in (4, 8) for size in sizes)]
+        columns = sorted({place for place, _ in measured})
+        header = ["claim", *(f"{bits} bits, {place}" if place == columns[0] else place for bits in (4, 8) for place in columns)]
         rows = []
         for claim, *pair in CLAIMS:
             names = [[name.format(b=f"b{bits}") for name in pair] for bits in (4, 8)]
-            rows.append([claim, *(short_verdict(*(measured.get((size, n), []) for n in both)) for both in names for size in sizes)])
-        parts += [f"### claims: {model}, {text}", "", markdown(header, rows), ""]
+            rows.append([claim, *(short_verdict(*(measured.get((place, n), []) for n in both)) for both in names for place in columns)])
+        parts += [f"### claims: {model}, {title}", "", markdown(header, rows), ""]
     return "\n".join(parts)
 
 

@@ -12,7 +12,18 @@ import torch
 
 import accuracy_run
 from accuracy_blend import near_one_sided, rounding_errors
-from accuracy_report import CLAIMS, blend_table, cell, claims_by_size, frontier, frontier_table, short_verdict, tables, verdict
+from accuracy_report import (
+    CLAIMS,
+    blend_table,
+    cell,
+    claims_by_size,
+    claims_by_text,
+    frontier,
+    frontier_table,
+    short_verdict,
+    tables,
+    verdict,
+)
 from accuracy_run import Job, compare, key, measure, missing, read_lines, standard_error, summary
 from accuracy_texts import Windows, find, load_windows
 from accuracy_trials import Shape, Trial
@@ -207,6 +218,11 @@ def test_claims_side_by_side_compare_the_same_windows() -> None:
     assert "| the compensator beats none | confirmed, +50.0 % | confirmed, +50.0 % |" in text
     assert text.count("not measured") == 2 * (len(CLAIMS) - 1)
     assert claims_by_size(few, "another") == ""
+    few += [{**line, "text": "u", "kl": 2 * line["kl"]} for line in few]
+    text = claims_by_text(few, 2)
+    assert "| claim | 4 bits, t | u | 8 bits, t | u |" in text
+    assert "| the compensator beats none |" + 4 * " confirmed, +50.0 % |" in text
+    assert claims_by_text(few, 4) == ""
 
 
 def test_rounding_errors_of_the_zero_point_rules(model: Any, tmp_path: Path) -> None:

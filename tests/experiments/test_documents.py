@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accuracy_report import claims_by_size
+from accuracy_report import claims_by_size, claims_by_text
 from accuracy_run import read_lines
 from echoreduce.cli import tasks as results
 from echoreduce.measure.paired import Comparison, pool
@@ -73,5 +73,6 @@ def test_the_claims_about_table_8_are_those_of_the_results() -> None:
     names = ("smollm2_table8", "smollm2_claims", "gemma3_270m_table8")
     lines = [line for name in names for line in read_lines(DOCS / "results" / f"accuracy_{name}.jsonl")]
     rows = [row for row in claims_by_size(lines, "wikitext2_test_raw").splitlines() if row.startswith("|")]
-    assert len(rows) > 30
+    rows += [row for row in claims_by_text([line for line in lines if line["model"] == "smollm2"], 4).splitlines() if row.startswith("|")]
+    assert len(rows) > 45
     assert [row for row in rows if row not in text] == []
