@@ -23,17 +23,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from echoreduce.config import NO_FEEDBACK, PRESETS, EchoConfig, QuantConfig
+from echoreduce.config import PRESETS
 from echoreduce.errors import EchoReduceWarning
 from echoreduce.integrations.language_model import windows
 from echoreduce.integrations.transformers import distributed_config
 from echoreduce.measure.report import write_json
 from launch import ranks
 
-CONFIGS = PRESETS | {"6 bits rotated, no feedback": EchoConfig(QuantConfig(bits=6, group_size=64, rotation="hadamard"), NO_FEEDBACK)}
-
 
 def whole(gradient: Tensor) -> Tensor:
+    """The gradient of a whole parameter, fp64, a copy."""
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().double().clone()
 
 
@@ -53,7 +52,7 @@ def error(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 def load(model: str, config: str, world_size: int) -> Any:
     """The model, sharded, with a configuration's sums; `bf16` is the model in bf16 with exact ones."""
-    rules = distributed_config(model, tp_size=world_size, config=CONFIGS["exact" if config == "bf16" else config])
+    rules = distributed_config(model, tp_size=world_size, config=PRESETS["exact" if config == "bf16" else config])
     dtype = torch.bfloat16 if config == "bf16" else torch.float32
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, distributed_config=rules)
 

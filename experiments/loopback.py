@@ -5,8 +5,7 @@
 Rank 0 of two runs alone. What it would write to its peer goes to a second block of the same device, and its flags stand at a later epoch,
 so no wait waits: a call reads and writes the same bytes with the same instructions, only nothing crosses a link. Its time is a lower bound
 of the real one, and the rest of the real one is the link's. `--product M,K,N` adds the time that a call takes between bf16 products
-[M, K] x [K, N]: pairs of product and call minus products alone, with the clock of the multiprocessors in each case; `--pauses` does
-the same for kernels of one warp that only wait, as a device mostly does in another library's all-reduce.
+[M, K] x [K, N]: pairs of product and call minus products alone, with the clock of the multiprocessors in each case.
 
 Leaves out: results (what is received is zeros; `tests/gpu/test_p2p.py` checks the bits), more than one rank.
 """
@@ -23,8 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from echoreduce.cli.sizes import parse_size
 from echoreduce.config import EchoConfig, preset
@@ -37,15 +34,6 @@ from echoreduce.runtime.state import P2PState
 
 WORLD_SIZE = 2
 LATER = 1 << 30  # epoch at which all flags stand
-
-
-@triton.jit
-def pause_kernel(nanoseconds):
-    """Wait, by the device's clock."""
-    start = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    now = start
-    while now - start < nanoseconds:
-        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 class Alone:
@@ -184,17 +172,11 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=0, help="instead of the preset's")
     parser.add_argument("--tunings", default="", help="such as 'w4,2-3-1,r0,c65536 w4,3-3-2,r0,c65536'")
     parser.add_argument("--product", default="", help="M,K,N of a bf16 product to run between calls")
-    parser.add_argument("--pauses", default="", help="ms; with --product")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     rows: list[dict[str, Any]] = []
-    for pause in map(float, filter(None, options.pauses.split(","))):
-        m, k, n = map(int, options.product.split(","))
-        found = between_products(lambda pause=pause: pause_kernel[(1,)](int(pause * 1e6), num_warps=1), (m, k, n), options.repeats, device)
-        rows.append({"pause_ms": pause, "between": found})
-        print(f"pause of {pause} ms between products: {found}", flush=True)
     for size in options.sizes.split(","):
         nbytes = parse_size(size, "--sizes")
         timer = time_graph if nbytes <= 1 << 24 else time_eager
