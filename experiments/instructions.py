@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -43,16 +44,23 @@ PIPES = {
 }
 
 
+def compiled(kernel: Any, spec: Spec, warps: int, capability: int, **constants: Any) -> Any:
+    """What Triton makes of a kernel, by format (`ptx`, `cubin`), bf16 data and 16-byte aligned pointers; `constants` beside the spec."""
+    fixed = {"spec": spec, **constants}
+    signature = {}
+    for name in kernel.arg_names:
+        number = "fp32" if name in FLOATS else "i64" if name in LONG else "i32"
+        signature[name] = "constexpr" if name in fixed else TYPES.get(name, number)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=aligned)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+
+
 def cubin(stage: str, spec: Spec, warps: int, capability: int) -> bytes:
     """Machine code of one stage."""
-    signature = {}
-    for name in stage_kernel.arg_names:
-        constant = name in ("spec", "stage", "last")
-        signature[name] = "constexpr" if constant else TYPES.get(name, "fp32" if name in FLOATS else "i64" if name in LONG else "i32")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(stage_kernel.arg_names) if signature[name].startswith("*")}
-    source = ASTSource(stage_kernel, signature=signature, constexprs={"spec": spec, "stage": stage, "last": False}, attrs=aligned)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
+    code: bytes = compiled(stage_kernel, spec, warps, capability, stage=stage, last=False)["cubin"]
+    return code
 
 
 def disassemble(code: bytes) -> list[tuple[int, str]]:

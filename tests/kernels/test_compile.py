@@ -11,36 +11,21 @@ from dataclasses import replace
 
 import pytest
 
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton")
 
-from echoreduce.kernels.one_shot import one_shot_kernel  # noqa: E402
-from echoreduce.kernels.spec import Spec  # noqa: E402
-from echoreduce.kernels.two_shot import two_shot_kernel  # noqa: E402
+from echoreduce.kernels.one_shot import one_shot_kernel
+from echoreduce.kernels.spec import Spec
+from echoreduce.kernels.two_shot import two_shot_kernel
+from instructions import compiled
 
 PLAIN = Spec(2, 0, rows=16)
 LOCAL = replace(PLAIN, residual="local", averages=1, first=False, state="float8_e4m3")
-TYPES = {"table": "*i64", "control": "*i32", "record": "*i64", "e0": "*i32", "e1": "*i32", "x": "*bf16", "y": "*bf16"}
-LONG = ("half", "area", "patience")
-FLOATS = ("w0", "w1", "d0", "r0", "d1", "r1")
 DEFAULT = replace(LOCAL, group_size=64, policy="compact", rotate=True, rows=32)
 KERNELS = [(two_shot_kernel, PLAIN), (two_shot_kernel, LOCAL), (one_shot_kernel, LOCAL), (two_shot_kernel, DEFAULT)]
 
 
 def ptx_of(kernel, spec: Spec, capability: int) -> str:
-    signature = {}
-    for name in kernel.arg_names:
-        if name in ("m0", "m1"):
-            signature[name] = "*i32"
-        elif name == "spec":
-            signature[name] = "constexpr"
-        else:
-            signature[name] = TYPES.get(name, "fp32" if name in FLOATS else "i64" if name in LONG else "i32")
-    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
-    source = ASTSource(kernel, signature=signature, constexprs={"spec": spec}, attrs=aligned)
-    options = {"num_warps": 2, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    return compiled(kernel, spec, 2, capability)["ptx"]
 
 
 def unfenced_releases(ptx: str) -> list[str]:
