@@ -188,23 +188,59 @@ class Layer(nn.Module):
         return linear(F.silu(gate) * up, self.down)
 
 
+class VirtualLayer(nn.Module):
+    """One layer's shares of all ranks in one process, for a session of virtual ranks; what the ranks hold alike is one parameter.
+
+    Args:
+        share: a rank's layer by its number.
+        world_size: virtual ranks.
+    """
+
+    def __init__(self, share: Callable[[int], Layer], world_size: int) -> None:
+        super().__init__()
+        self.shares = nn.ModuleList(share(rank) for rank in range(world_size))
+        first = self.first = self.shares[0]
+        for other in self.shares[1:]:
+            for name in REPLICATED:
+                if hasattr(first, name):
+                    setattr(other, name, getattr(first, name))
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], reducer: Reducer) -> Tensor:
+        """As `Layer.forward`; the reducer takes and gives [P, rows, length, hidden] on the ranks' side."""
+        first = self.first
+        h = reducer.enter(norm(x, first.norm1, first.shape.epsilon), f"{first.key} attention").unbind()
+        parts = torch.stack([share.attention(own, rope) for share, own in zip(self.shares, h)])
+        x = x + reducer.leave(parts, f"{first.key} attention")
+        h = reducer.enter(norm(x, first.norm2, first.shape.epsilon), f"{first.key} mlp").unbind()
+        parts = torch.stack([share.mlp(own) for share, own in zip(self.shares, h)])
+        return x + reducer.leave(parts, f"{first.key} mlp")
+
+
 class Decoder(nn.Module):
     """A rank's share of the model.
 
     Args:
         whole: `fresh` or `pretrained` weights.
         ranks: whose share, and where.
+        virtual: ranks whose shares this process holds, which is the only one; 0: its own share alone. Above 0 the reducer is an
+            `EchoReducer` on a session of virtual ranks.
         keep: dtype of the weights (fp32: master weights). compute: dtype of products and activations.
         length: longest sequence.
     """
 
-    def __init__(self, shape: Shape, whole: Source, ranks: Ranks, keep: torch.dtype, compute: torch.dtype, length: int) -> None:
+    def __init__(
+        self, shape: Shape, whole: Source, ranks: Ranks, keep: torch.dtype, compute: torch.dtype, length: int, virtual: int = 0
+    ) -> None:
         super().__init__()
         rank, world_size = ranks.rank, ranks.world_size
+        assert virtual == 0 or world_size == 1, "virtual ranks live in one process"
         self.shape, self.compute = shape, compute
 
-        def layer(index: int) -> Layer:
-            return Layer(shape, lambda name, size: whole(f"model.layers.{index}.{name}", size), index, rank, world_size, keep)
+        def share(index: int, part: int, parts: int) -> Layer:
+            return Layer(shape, lambda name, size: whole(f"model.layers.{index}.{name}", size), index, part, parts, keep)
+
+        def layer(index: int) -> nn.Module:
+            return VirtualLayer(lambda part: share(index, part, virtual), virtual) if virtual else share(index, rank, world_size)
 
         self.layers = nn.ModuleList(layer(index) for index in range(shape.layers))
         self.start, end = span(shape.vocabulary, rank, world_size)
@@ -248,11 +284,7 @@ class Decoder(nn.Module):
 
     def replicated(self) -> list[nn.Parameter]:
         """Parameters that every rank holds alike."""
-        return [
-            p
-            for name, p in self.named_parameters()
-            if name.rpartition(".")[2] in ("norm", "norm1", "norm2", "q_norm", "k_norm", "embedding")
-        ]
+        return [p for name, p in self.named_parameters() if name.rpartition(".")[2] in REPLICATED]
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

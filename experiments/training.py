@@ -84,6 +84,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     train.add_argument("--validate-every", type=int, default=100)
     train.add_argument("--checkpoint-every", type=int, default=0, help="steps; 0: none")
     train.add_argument("--limit-seconds", type=float, default=0.0, help="stop after so long, checkpoint included if any; 0: never")
+    train.add_argument("--emulate", type=int, default=0, help="virtual ranks in one process (torchrun --nproc-per-node 1); 0: real ones")
     train.add_argument("--out", required=True, help="path without suffix: OUT.jsonl, OUT.json")
     for name in ("table", "plot"):
         command = commands.add_parser(name)
@@ -118,6 +119,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         validate_every=options.validate_every,
         checkpoint_every=options.checkpoint_every,
         limit=options.limit_seconds,
+        virtual=options.emulate,
         out=Path(options.out),
     )
 

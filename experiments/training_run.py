@@ -3,6 +3,8 @@
 fp32 master weights and AdamW states, products in bf16, one micro-batch a step. Losses stay on the device and come to the host every
 LOG_EVERY steps, so the host does not wait for each step.
 
+With virtual ranks one process trains all of them, so one GPU gives the curves of any P; its times say nothing about a collective.
+
 Leaves out: data parallelism, accumulation. Source: the paper, Appendix B (optimizer, clipping, schedule).
 """
 
@@ -26,6 +28,7 @@ from echoreduce.config import EchoConfig
 from echoreduce.measure.report import environment
 from echoreduce.runtime.dispatch import open_backend
 from echoreduce.session import Session
+from echoreduce.virtual import VirtualBackend
 from launch import Ranks, ranks
 from reducers import EchoReducer
 from training_data import Windows
@@ -71,6 +74,7 @@ class Plan:
     validate_every: int
     checkpoint_every: int
     limit: float
+    virtual: int
     out: Path
 
     def setting(self) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def finished(plan: Plan) -> dict[str, Any]:
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text())
-    if found["setting"] != plan.setting():
+    if {"virtual": 0, **found["setting"]} != plan.setting():
         raise SystemExit(f"{path} was made with other options; choose another --out")
     variants: dict[str, Any] = found["variants"]
     return variants
@@ -142,14 +146,18 @@ class Run:
         self.plan, self.who, self.name, self.variant = plan, who, name, variant
         self.compute = getattr(torch, plan.dtype)
         shape, whole = self._weights()
-        self.model = Decoder(shape, whole, who, torch.float32, self.compute, plan.length)
+        self.model = Decoder(shape, whole, who, torch.float32, self.compute, plan.length, plan.virtual)
         self.data = Windows(plan.tokens, plan.length, plan.held_out, who.device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPSILON, fused=True)
         self.whole = {id(p) for p in self.model.replicated()}
-        backend, _ = open_backend(None, variant.backend if who.device.type == "cuda" else "c10d")
+        backend = (
+            VirtualBackend(plan.virtual)
+            if plan.virtual
+            else open_backend(None, variant.backend if who.device.type == "cuda" else "c10d")[0]
+        )
         self.session = Session(backend, variant.config, 2 * shape.layers)
         self.step, self.rows, self.pending = 0, [], []  # type: int, list[dict[str, Any]], list[tuple[int, Tensor, Tensor]]
         self._restore()

@@ -65,6 +65,17 @@ def test_two_ranks_equal_one_process(finished: Path) -> None:
     assert training_report.tail_mean(two, 40) == pytest.approx(training_report.tail_mean(one, 40), rel=1e-3)
 
 
+def test_virtual_ranks_train_like_real_ones(finished: Path, tokens: Path) -> None:
+    virtual = finished.with_name("virtual")
+    train(1, tokens, virtual, *WHOLE, "--emulate", "2", "--variants", "exact,default")
+    for name, slack in (("exact", 1e-5), ("default", 1e-4)):
+        ours, real = training_report.curves(virtual)[name], training_report.curves(finished)[name]
+        assert list(ours) == list(range(STEPS))
+        assert max(abs(ours[step] - real[step]) / real[step] for step in range(10)) < slack
+        assert training_report.tail_mean(ours, 40) == pytest.approx(training_report.tail_mean(real, 40), rel=3e-3)
+    assert summaries(virtual)["default"]["backend"] == "virtual"
+
+
 def test_default_stays_within_one_percent(finished: Path) -> None:
     curves = training_report.curves(finished)
     tails = {name: training_report.tail_mean(curve, 40) for name, curve in curves.items()}
