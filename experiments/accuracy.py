@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     table_parser.add_argument("--set", dest="sets", action="append", choices=SETS, help="repeatable (default: all that were measured)")
     table_parser.add_argument("--claims", metavar="TEXT", help="only the claims about Table 8 on this text, every P side by side")
     table_parser.add_argument("--claims-at", metavar="P", type=int, help="the same at one P, every text side by side")
+    table_parser.add_argument("--claims-counted", action="store_true", help="verdicts on each claim, counted over all texts and P")
     table_parser.set_defaults(command=table)
     plot_parser = commands.add_parser("plot", help="draw the frontier, the wire formats and the sites")
     plot_parser.add_argument("--in", dest="files", type=Path, nargs="+", required=True)
@@ -127,7 +128,7 @@ def blend(arguments: argparse.Namespace) -> None:
 
 def table(arguments: argparse.Namespace) -> None:
     """Print what the files hold: the sets, then the frontier, then the zero-point rules."""
-    from accuracy_report import blend_table, claims_by_size, claims_by_text, frontier_table, tables
+    from accuracy_report import blend_table, claims_by_size, claims_by_text, claims_counted, frontier_table, tables
 
     lines = [line for path in arguments.files for line in read_lines(path)]
     results = [line for line in lines if "kl" in line]
@@ -136,6 +137,9 @@ def table(arguments: argparse.Namespace) -> None:
         return
     if arguments.claims_at is not None:
         print(claims_by_text(results, arguments.claims_at))
+        return
+    if arguments.claims_counted:
+        print(claims_counted(results))
         return
     print(tables(results, arguments.sets or SETS))
     if arguments.sets is None:

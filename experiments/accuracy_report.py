@@ -177,6 +177,25 @@ def claims_side_by_side(lines: Iterable[Line], title: str, column: Callable[[Lin
     return "\n".join(parts)
 
 
+def claims_counted(lines: Iterable[Line]) -> str:
+    """Over all texts and P of a model and width: how many verdicts confirm, leave undecided and contradict each claim."""
+    found: dict[str, dict[tuple[str, int], dict[str, list[Line]]]] = {}
+    for line in lines:
+        place = found.setdefault(line["model"], {}).setdefault((line["text"], line["world_size"]), {})
+        place.setdefault(line["name"], []).append(line)
+    header = ["claim: confirmed / undecided / contradicted", *(f"{model}, {bits} bits" for model in found for bits in (4, 8))]
+    rows = []
+    for claim, *pair in CLAIMS:
+        row = [claim]
+        for places in found.values():
+            for bits in (4, 8):
+                names = [name.format(b=f"b{bits}") for name in pair]
+                words = [short_verdict(*(measured.get(name, []) for name in names)).split(",")[0] for measured in places.values()]
+                row.append(" / ".join(str(words.count(word)) for word in ("confirmed", "undecided", "contradicted")))
+        rows.append(row)
+    return markdown(header, rows)
+
+
 def short_verdict(better: list[Line], worse: list[Line]) -> str:
     """The verdict of the two lines on the same windows, of those with the most tokens: one word and the difference."""
     pairs = [(a, b) for a in better for b in worse if all(a[name] == b[name] for name in ("windows", "window", "dtype"))]

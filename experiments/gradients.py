@@ -5,7 +5,8 @@
 The model is sharded by transformers (P must divide its heads) over gloo on the CPU, NCCL on GPUs, in fp32. The gradient of each window's
 loss is compared with that of the 16-bit path, which equals a single process (tests/integrations/test_transformers_tp.py): relative error of
 all parameters as one vector. Windows differ by far more than configurations do, so the table has the median and all are kept. The
-row `bf16` is the yardstick: the 16-bit path of the same model in bf16.
+row `bf16` is the yardstick: the 16-bit path of the same model in bf16. `accurate_8` is preset `accurate` at 8 bits, `accurate_8_alone` that
+without feedback.
 
 Leaves out: training (`training.py`). Source: issue 5; the paper, Section 5.4.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from echoreduce.config import PRESETS
+from echoreduce.config import NO_FEEDBACK, PRESETS, preset
 from echoreduce.errors import EchoReduceWarning
 from echoreduce.integrations.language_model import windows
 from echoreduce.integrations.transformers import distributed_config
 from echoreduce.measure.report import write_json
 from launch import ranks
+
+ROTATED_8 = preset("accurate", bits=8)
+CONFIGS = {**PRESETS, "accurate_8": ROTATED_8, "accurate_8_alone": replace(ROTATED_8, feedback=NO_FEEDBACK)}
 
 
 def whole(gradient: Tensor) -> Tensor:
@@ -52,7 +57,7 @@ def error(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 def load(model: str, config: str, world_size: int) -> Any:
     """The model, sharded, with a configuration's sums; `bf16` is the model in bf16 with exact ones."""
-    rules = distributed_config(model, tp_size=world_size, config=PRESETS["exact" if config == "bf16" else config])
+    rules = distributed_config(model, tp_size=world_size, config=CONFIGS["exact" if config == "bf16" else config])
     dtype = torch.bfloat16 if config == "bf16" else torch.float32
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, distributed_config=rules)
 
@@ -64,7 +69,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--bos", action="store_true", help="begin each window with the tokenizer's first token")
-    parser.add_argument("--configs", default="bf16,int8,accurate,default,fast,paper,no_feedback")
+    parser.add_argument("--configs", default="bf16,accurate_8,accurate_8_alone,int8,accurate,default,fast,paper,no_feedback")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     warnings.simplefilter("ignore", EchoReduceWarning)

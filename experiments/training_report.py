@@ -14,7 +14,7 @@ LABELS = {
     "exact": "16-bit",
     "default": "`default`",
     "no_feedback": "4-bit, no feedback",
-    "paper": "`paper` (c10d)",
+    "paper": "`paper`",
     "paper_bf16": "`paper`, bf16 qparams",
     "default_high": "`default`, larger rate",
 }
