@@ -12,7 +12,7 @@ import triton.language as tl
 
 from echoreduce.kernels.rotation import hadamard
 from echoreduce.kernels.rounding import rows4
-from echoreduce.kernels.tile import gather_pieces, lane_offsets, part_pieces, store_pieces, store_rows, to_bf16
+from echoreduce.kernels.tile import at_values, at_words, gather_pieces, lane_offsets, part_pieces, store_pieces, store_rows, to_bf16
 
 
 @triton.jit
@@ -122,18 +122,18 @@ def _to_byte(value, spec: tl.constexpr):
 
 
 @triton.jit
-def _words_at(values, group, spec: tl.constexpr):
-    """Pointers to the words of a tile's lower half chunks, int32 [lanes, rows, pieces]; the upper halves follow lanes * pieces words on."""
+def _words_of(group, spec: tl.constexpr):
+    """Offsets of the words of a tile's lower half chunks, [lanes, rows, pieces]; the upper halves follow lanes * pieces words on."""
     lane = tl.arange(0, spec.lanes)[:, None, None] * spec.pieces + tl.arange(0, spec.pieces)[None, None, :]
-    return values + ((group * (spec.group_size // 4))[None, :, None] + lane)
+    return (group * (spec.group_size // 4))[None, :, None] + lane
 
 
 @triton.jit
 def load_float8(values, group, spec: tl.constexpr):
     """Stored float8 numbers of a tile, fp32 [lanes, rows, 8, pieces], not yet scaled."""
-    at = _words_at(values, group, spec)
-    a, b, c, d = _four_from_words(tl.load(at), spec)
-    e, f, g, h = _four_from_words(tl.load(at + spec.lanes * spec.pieces), spec)
+    at = _words_of(group, spec)
+    a, b, c, d = _four_from_words(tl.load(at_words(values, at, spec)), spec)
+    e, f, g, h = _four_from_words(tl.load(at_words(values, at + spec.lanes * spec.pieces, spec)), spec)
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.join(even, odd).reshape(spec.lanes, spec.rows, spec.pieces, 8).permute(0, 1, 3, 2)
@@ -150,11 +150,11 @@ def store_float8(values, value, step, group, real, spec: tl.constexpr):
     b, f = tl.split(bf)
     c, g = tl.split(cg)
     d, h = tl.split(dh)
-    at = _words_at(values, group, spec)
+    at = _words_of(group, spec)
     keep = real[None, :, None]
     finite = tl.broadcast_to((step < float("inf"))[None, :, None], a.shape)
-    tl.store(at, _four_to_words(a, b, c, d, finite, spec), mask=keep)
-    tl.store(at + spec.lanes * spec.pieces, _four_to_words(e, f, g, h, finite, spec), mask=keep)
+    tl.store(at_words(values, at, spec), _four_to_words(a, b, c, d, finite, spec), mask=keep)
+    tl.store(at_words(values, at + spec.lanes * spec.pieces, spec), _four_to_words(e, f, g, h, finite, spec), mask=keep)
 
 
 @triton.jit
@@ -174,10 +174,10 @@ def _load_plain(values, group, spec: tl.constexpr):
     last: tl.constexpr = spec.pieces - 1
     two: tl.constexpr = last if last < 1 else 1
     three: tl.constexpr = last if last < 2 else 2
-    a = tl.load(values + at)
-    b = tl.load(values + (at + two * stride))
-    c = tl.load(values + (at + three * stride))
-    d = tl.load(values + (at + last * stride))
+    a = tl.load(at_values(values, at, spec))
+    b = tl.load(at_values(values, at + two * stride, spec))
+    c = tl.load(at_values(values, at + three * stride, spec))
+    d = tl.load(at_values(values, at + last * stride, spec))
     stored = gather_pieces(a, b, c, d, spec)
     if spec.state == "bf16" and not spec.native:
         return (stored.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -209,8 +209,8 @@ def store_average(value, step, values, exponents, group, real, bounded: tl.const
             stored = to_bf16(value, spec)
         a, b, c, d = part_pieces(stored, spec)
         keep = real[None, :, None]
-        at = values + ((group * spec.group_size)[None, :, None] + lane_offsets(spec))
-        store_pieces(at, a, b, c, d, keep, keep, keep, keep, spec.lanes * 8, spec)
+        at = (group * spec.group_size)[None, :, None] + lane_offsets(spec)
+        store_pieces(values, at, a, b, c, d, keep, keep, keep, keep, spec.lanes * 8, spec)
 
 
 @triton.jit

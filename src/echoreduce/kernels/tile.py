@@ -27,6 +27,27 @@ def lane_offsets(spec: tl.constexpr):
 
 
 @triton.jit
+def at_values(x, offset, spec: tl.constexpr):
+    """x + offset of each value, pointers [lanes, rows, 8], with a hint that puts neighbouring threads on the lanes of a group.
+
+    Triton orders the dimensions of a tile by how contiguous they are. Lanes and rows are equally so, and which of them goes first has
+    changed (3.6: lanes, 3.7 and later: rows); rows first spreads a warp's loads over memory and takes every maximum of a group through shared
+    memory. So lanes are called a little more contiguous than they are. Nothing else reads that figure: accesses are as wide as the last
+    dimension's, which is larger (`Spec.near`). The hint has to be made where the pointer is, an argument's is lost.
+    """
+    near: tl.constexpr = spec.near(8)
+    return tl.max_contiguous(x + offset, [near, 1, 8])
+
+
+@triton.jit
+def at_words(plane, offset, spec: tl.constexpr):
+    """plane + offset of each word, pointers [lanes, rows, pieces], as `at_values`."""
+    near: tl.constexpr = spec.near(spec.pieces)
+    run: tl.constexpr = spec.pieces
+    return tl.max_contiguous(plane + offset, [near, 1, run])
+
+
+@triton.jit
 def gather_pieces(a, b, c, d, spec: tl.constexpr):
     """Chunks of a tile, each [lanes, rows, 8], to one tensor [lanes, rows, 8, pieces]; as many are used as there are pieces."""
     if spec.pieces == 4:
@@ -96,15 +117,15 @@ def load_values(x, group, numel, spec: tl.constexpr):
     two: tl.constexpr = last if last < 1 else 1
     three: tl.constexpr = last if last < 2 else 2
     if spec.even:
-        a = tl.load(x + start)
-        b = tl.load(x + (start + two * stride))
-        c = tl.load(x + (start + three * stride))
-        d = tl.load(x + (start + last * stride))
+        a = tl.load(at_values(x, start, spec))
+        b = tl.load(at_values(x, start + two * stride, spec))
+        c = tl.load(at_values(x, start + three * stride, spec))
+        d = tl.load(at_values(x, start + last * stride, spec))
     elif (tl.max(group, 0) + 1) * spec.group_size <= numel:
-        a = tl.load(x + start)
-        b = tl.load(x + (start + two * stride))
-        c = tl.load(x + (start + three * stride))
-        d = tl.load(x + (start + last * stride))
+        a = tl.load(at_values(x, start, spec))
+        b = tl.load(at_values(x, start + two * stride, spec))
+        c = tl.load(at_values(x, start + three * stride, spec))
+        d = tl.load(at_values(x, start + last * stride, spec))
     else:
         end = numel - 1
         a = tl.load(x + tl.minimum(start, end))
@@ -122,23 +143,23 @@ def store_values(y, group, real, numel, value, spec: tl.constexpr):
     a, b, c, d = part_pieces(from_fp32(value, spec), spec)
     if spec.even:
         keep = real[None, :, None]
-        store_pieces(y + start, a, b, c, d, keep, keep, keep, keep, stride, spec)
+        store_pieces(y, start, a, b, c, d, keep, keep, keep, keep, stride, spec)
     elif (tl.max(group, 0) + 1) * spec.group_size <= numel:
         keep = real[None, :, None]
-        store_pieces(y + start, a, b, c, d, keep, keep, keep, keep, stride, spec)
+        store_pieces(y, start, a, b, c, d, keep, keep, keep, keep, stride, spec)
     else:
         room = tl.where(real[None, :, None], numel - start, 0)
-        store_pieces(y + start, a, b, c, d, room > 0, room > stride, room > 2 * stride, room > 3 * stride, stride, spec)
+        store_pieces(y, start, a, b, c, d, room > 0, room > stride, room > 2 * stride, room > 3 * stride, stride, spec)
 
 
 @triton.jit
-def store_pieces(where, a, b, c, d, ka, kb, kc, kd, stride: tl.constexpr, spec: tl.constexpr):
-    tl.store(where, a, mask=ka)
+def store_pieces(y, start, a, b, c, d, ka, kb, kc, kd, stride: tl.constexpr, spec: tl.constexpr):
+    tl.store(at_values(y, start, spec), a, mask=ka)
     if spec.pieces > 1:
-        tl.store(where + stride, b, mask=kb)
+        tl.store(at_values(y, start + stride, spec), b, mask=kb)
     if spec.pieces > 2:
-        tl.store(where + 2 * stride, c, mask=kc)
-        tl.store(where + 3 * stride, d, mask=kd)
+        tl.store(at_values(y, start + 2 * stride, spec), c, mask=kc)
+        tl.store(at_values(y, start + 3 * stride, spec), d, mask=kd)
 
 
 @triton.jit
@@ -168,8 +189,8 @@ def store_codes(landing, groups, row, real, rounded, zero, word, finite, spec: t
     if spec.bits == 8:
         plane = tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16)
         at = words_of(2 * row, spec)
-        tl.store(plane + at, pack(rounded, zero, finite, 0, spec), mask=keep)
-        tl.store(plane + at + spec.lanes * spec.pieces, pack(rounded, zero, finite, 1, spec), mask=keep)
+        tl.store(at_words(plane, at, spec), pack(rounded, zero, finite, 0, spec), mask=keep)
+        tl.store(at_words(plane, at + spec.lanes * spec.pieces, spec), pack(rounded, zero, finite, 1, spec), mask=keep)
     else:
         for index in tl.static_range(planes):
             _store_plane(landing, groups, at, keep, pack(rounded, zero, finite, index, spec), index, spec)
@@ -187,7 +208,7 @@ def plane_at(landing, groups, index: tl.constexpr, spec: tl.constexpr):
 @triton.jit
 def _store_plane(landing, groups, at, keep, words, index: tl.constexpr, spec: tl.constexpr):
     plane = plane_at(landing, groups, index, spec)
-    tl.store(plane + at, words.to(plane.dtype.element_ty), mask=keep)
+    tl.store(at_words(plane, at, spec), words.to(plane.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -236,7 +257,7 @@ def load_word(landing, groups, row, arrived, spec: tl.constexpr):
 @triton.jit
 def load_words(landing, row, spec: tl.constexpr):
     """Code words of a tile, int32 [lanes, rows, pieces], 4 bits only."""
-    return tl.load(tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16) + words_of(row, spec))
+    return tl.load(at_words(tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16), words_of(row, spec), spec))
 
 
 @triton.jit
@@ -264,7 +285,8 @@ def load_levels(landing, groups, row, arrived, spec: tl.constexpr):
     if spec.bits == 8:
         plane = tl.multiple_of(landing.to(tl.pointer_type(tl.int32)), 16)
         at = words_of(2 * row, spec)
-        return levels_of_words(tl.load(plane + at), tl.load(plane + at + spec.lanes * spec.pieces), word, spec)
+        further = at + spec.lanes * spec.pieces
+        return levels_of_words(tl.load(at_words(plane, at, spec)), tl.load(at_words(plane, further, spec)), word, spec)
     elif spec.bits == 4:
         words = load_words(landing, row, spec)
         return levels_of_words(words, words, word, spec)
@@ -284,6 +306,6 @@ def _load_planes(landing, groups, at, spec: tl.constexpr):
 
 @triton.jit
 def _load_plane(landing, groups, at, index: tl.constexpr, spec: tl.constexpr):
-    words = tl.load(plane_at(landing, groups, index, spec) + at).to(tl.int32)
+    words = tl.load(at_words(plane_at(landing, groups, index, spec), at, spec)).to(tl.int32)
     e = tl.arange(0, 8)[None, None, :, None]
     return ((spread(words, spec) >> (spec.width(index) * e)) & spec.plane_mask(index)) << spec.below(index)
