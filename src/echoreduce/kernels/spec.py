@@ -92,7 +92,7 @@ class Spec:
         return self.group_size // (CHUNK * self.pieces)
 
     def near(self, run: int) -> int:
-        """How contiguous a tile's lanes are called where its last dimension is contiguous for `run`, see `tile.at_values`; for 1 the truth."""
+        """How contiguous a tile's lanes are called where its last dimension has `run` neighbours, see `tile.at_values`; for 1 the truth."""
         return self.lanes if run == 1 else 2 if self.lanes > 1 and run > 2 else 1
 
     @property

@@ -30,10 +30,10 @@ def lane_offsets(spec: tl.constexpr):
 def at_values(x, offset, spec: tl.constexpr):
     """x + offset of each value, pointers [lanes, rows, 8], with a hint that puts neighbouring threads on the lanes of a group.
 
-    Triton orders the dimensions of a tile by how contiguous they are. Lanes and rows are equally so, and which of them goes first has
-    changed (3.6: lanes, 3.7 and later: rows); rows first spreads a warp's loads over memory and takes every maximum of a group through shared
-    memory. So lanes are called a little more contiguous than they are. Nothing else reads that figure: accesses are as wide as the last
-    dimension's, which is larger (`Spec.near`). The hint has to be made where the pointer is, an argument's is lost.
+    Triton orders the dimensions of a tile by how contiguous they are. Lanes and rows are equally so, and which of them goes first
+    depends on the version (3.6: lanes, 3.7 and later: rows). Rows first spreads a warp's loads over memory and takes every maximum of
+    a group through shared memory, so lanes are called a little more contiguous than they are. Nothing else reads that figure: accesses
+    are as wide as the last dimension's, which is larger (`Spec.near`). An argument's hint is lost: it has to be made on the sum.
     """
     near: tl.constexpr = spec.near(8)
     return tl.max_contiguous(x + offset, [near, 1, 8])
