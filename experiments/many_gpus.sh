@@ -34,5 +34,9 @@ step schedules 120 torchrun --nproc-per-node "$ranks" "$here/experiments/p2p_var
     --policy compact --group-size 64 --rotation hadamard --warps 4 --registers 0,96 --seconds 100 --out "$out/schedules.json"
 step calibrate_nccl 90 $echoreduce calibrate --backend nccl -b 2M -e 128M --sweeps 9 --quietest --json "$out/calibrate_nccl.json"
 step calibrate_p2p 90 python3 -m echoreduce calibrate --backend p2p -P "$ranks" -b 2M -e 128M --sweeps 9 --quietest --json "$out/calibrate_p2p.json"
+# What a call adds after products of 6 ms and of 30 ms, as far apart as those of the prefill: links that sleep meanwhile would show.
+step gap_short 60 torchrun --nproc-per-node "$ranks" "$here/experiments/critical_path.py" --states float8_e4m3 --passes 4 --out "$out/gap_short.json"
+step gap_long 90 torchrun --nproc-per-node "$ranks" "$here/experiments/critical_path.py" --tokens 131072 --hidden 4096 --inner 20480 --sites 8 \
+    --states float8_e4m3 --passes 4 --out "$out/gap_long.json"
 step prefill 180 torchrun --nproc-per-node "$ranks" "$here/experiments/end_to_end.py" --models llama3-8b --train-models "" --loads 0 \
     --repetitions 2 --limit-seconds 150 --out "$out/end_to_end"

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 experiments/training.py run --tokens corpus_tokens.bin --out docs/results/training
     python experiments/training.py table --out docs/results/training
     python experiments/training.py plot --out docs/results/training
+    python experiments/training.py gaps --out SEED_0 SEED_1 SEED_2
 
 `pretrain` is the Qwen3-0.6B shape of the paper's Appendix B from scratch (vocabulary: SmolLM2's), `finetune` is SmolLM2. Same
 initialization, same data order, same optimizer for every variant; `default_high` is `default` at the paper's larger rate. Curves are JSON
@@ -54,6 +55,8 @@ def main() -> None:
         run(plan_of(options))
     elif options.command == "table":
         print(training_report.table(Path(options.out), options.tail))
+    elif options.command == "gaps":
+        print(training_report.gaps([Path(out) for out in options.out], options.tail))
     else:
         training_report.plot(Path(options.out), Path(options.figure or f"{options.out}.png"), options.tail)
 
@@ -91,6 +94,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
         command.add_argument("--out", required=True)
         command.add_argument("--tail", type=int, default=100, help="steps that are averaged")
         command.add_argument("--figure", default="", help="plot: OUT.png")
+    several = commands.add_parser("gaps", help="mean gaps of runs that differ by seed")
+    several.add_argument("--out", nargs="+", required=True)
+    several.add_argument("--tail", type=int, default=100, help="steps that are averaged")
     return parser.parse_args(words)
 
 

@@ -6,6 +6,7 @@ Leaves out: measuring (`training_run`). matplotlib is imported by `plot` only.
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,29 @@ def table(out: Path, tail: int) -> str:
             percent(validation, held if name != BASE else None),
             f"{1e3 * row['step_seconds']:.0f}",
         )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gaps(outs: list[Path], tail: int) -> str:
+    """Markdown over several runs that differ by seed: mean gap of each variant to 16 bits of the same run, and its standard error.
+
+    The row of 16 bits has the spread of its loss over the runs, which is what a gap of one run has to be held against.
+    """
+    runs = [{name: tail_mean(curve, tail) for name, curve in curves(out).items()} for out in outs]
+    summaries = [json.loads(out.with_suffix(".json").read_text())["variants"] for out in outs]
+    held = [{name: row["validation_loss"] for name, row in variants.items()} for variants in summaries]
+    lines = [f"| variant | runs | loss, last {tail} steps: gap to 16-bit | held-out loss: gap |", "|---|---|---|---|"]
+    for name in runs[0]:
+        cells = [LABELS.get(name, name), str(sum(name in run for run in runs))]
+        for losses in (runs, held):
+            if name == BASE:
+                values = [loss[name] for loss in losses]
+                cells.append(f"{statistics.fmean(values):.4f}, spread {100 * statistics.stdev(values) / statistics.fmean(values):.2f} %")
+            else:
+                values = [100 * (loss[name] / loss[BASE] - 1) for loss in losses if name in loss]
+                error = statistics.stdev(values) / len(values) ** 0.5
+                cells.append(f"{statistics.fmean(values):+.2f} ± {error:.2f} %")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

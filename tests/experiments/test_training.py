@@ -122,6 +122,21 @@ def test_gap_is_relative_to_the_base_over_the_window() -> None:
     assert training_report.gap(curve, base, 2) == pytest.approx({1: 0.0, 2: 0.05, 3: 0.1, 4: 0.1})
 
 
+def test_gaps_over_seeds_are_means_of_paired_differences(tmp_path: Path) -> None:
+    outs = []
+    for seed, (base, gap) in enumerate(((2.0, 0.01), (4.0, 0.03), (3.0, 0.02))):
+        out = tmp_path / f"seed_{seed}"
+        outs.append(out)
+        losses = {"exact": base, "default": base * (1 + gap)}
+        rows = [{"variant": name, "step": step, "loss": loss} for name, loss in losses.items() for step in range(4)]
+        out.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        summaries = {name: {"validation_loss": loss + 1} for name, loss in losses.items()}
+        out.with_suffix(".json").write_text(json.dumps({"variants": summaries}))
+    exact, default = training_report.gaps(outs, 2).splitlines()[2:]
+    assert exact == "| 16-bit | 3 | 3.0000, spread 33.33 % | 4.0000, spread 25.00 % |"
+    assert default == "| `default` | 3 | +2.00 ± 0.58 % | +1.52 ± 0.50 % |"
+
+
 def test_schedule_of_appendix_b() -> None:
     rates = [training_run.rate_at(step, 1000, 100, 3e-4) for step in range(1000)]
     assert rates[99] == pytest.approx(3e-4)
