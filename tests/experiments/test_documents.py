@@ -14,6 +14,7 @@ from accuracy_run import read_lines
 from echoreduce.cli import tasks as results
 from echoreduce.measure.paired import Comparison, pool
 from tasks import EXACT, cell, label
+from training_report import gaps
 
 DOCS = Path(__file__).parents[2] / "docs"
 ALL = "**all**"
@@ -78,6 +79,13 @@ def test_the_claims_about_table_8_are_those_of_the_results() -> None:
     assert claims == [row for size in (2, 4, 8) for row in table_rows(claims_by_text(lines, size))]
     assert len(claims) == 6 * 17
     assert not any("not measured" in row for row in claims)
+
+
+def test_the_gaps_over_seeds_are_those_of_the_results() -> None:
+    outs = sorted((DOCS / "results" / "training_seeds").glob("seed_*.json"))
+    assert len(outs) == 10
+    text = (DOCS / "training.md").read_text(encoding="utf-8").replace("**", "")
+    assert [row for row in gaps([out.with_suffix("") for out in outs], 100).splitlines() if row not in text] == []
 
 
 def table_rows(text: str) -> list[str]:
