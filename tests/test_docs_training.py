@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import toy
 from echoreduce.communicator import Communicator
 from ranks import RankPool
+from stock import shard
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "training.md"
 
@@ -77,12 +78,10 @@ def test_from_pretrained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def enabled(group: Any) -> tuple[bool, int]:
     import transformers
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
-    model._device_mesh = DeviceMesh.from_group(group, "cpu")
-    apply_tensor_parallelism(model, model._device_mesh)
+    shard(model, DeviceMesh.from_group(group, "cpu"))
     given = {"model": model, "ids": torch.arange(6).reshape(1, 6)}
     exec(example(1), given)
     return bool(given["loss"].isfinite()) and model.lm_head.weight.grad is not None, given["echo"].session.number

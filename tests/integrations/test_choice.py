@@ -19,6 +19,7 @@ from echoreduce.errors import ConfigError
 from echoreduce.integrations.choice import Requests, Task, encode, find_tasks, known_tasks, load_task, score, spread
 from echoreduce.integrations.transformers import attach, enable
 from ranks import RankPool
+from stock import shard
 
 TOLERANCE = 1e-5  # nats a token: fp32 sums of another order in two layers and a log-sum-exp
 
@@ -145,15 +146,12 @@ def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str, quoted: 
 def on_ranks(group: Any, path: str) -> dict[str, torch.Tensor]:
     """Scores with whole weights, and with weights that transformers shards."""
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     requests = encode(questions.tokenizer(), load_task(path), 200)
     model, found = questions.model(), {}
     with attach(model, "default", group=group):
         found["whole"] = score(model, requests)
-    model._device_mesh = DeviceMesh.from_group(group, "cpu")
-    model._tp_size = model._device_mesh.size()
-    model = apply_tensor_parallelism(model, model._device_mesh)
+    model = shard(model, DeviceMesh.from_group(group, "cpu"))
     for name in ("default", "exact"):
         with enable(model, name):
             found[f"sharded {name}"] = score(model, requests)

@@ -17,15 +17,17 @@ Leaves out, and what is known:
   * Mixture of experts: attention sites are ours; experts sum in 16 bits with their own style (`moe_tp_experts`), forward and backward.
   * Gemma 2 and 3 norm the sum before it joins the residual stream: the mechanism runs, but feedback does harm there: a warning says so.
   * Expert, sequence and pipeline parallelism, quantized linears: not touched.
-Source: transformers/distributed/tensor_parallel.py (5.17 read; 5.16 and 5.24 have the same seam); docs/training.md.
+Source: transformers/distributed/tensor_parallel.py (5.16 to 5.24 tested, docs/training.md; 5.16.0: `enable` only).
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import warnings
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -184,10 +186,30 @@ class EchoStyle:
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         """Called by transformers for each module of the plan, a parent before its children."""
-        if self._part == "pass":
+        if self._part == "pass" or self._installer.session is None:
             self._installer.open(mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp"))
-        self._installer.install(self._part, module)
+            self._installer.install("pass", module if self._part == "pass" else built_around(module))
+        if self._part != "pass":
+            self._installer.install(self._part, module)
         return module
+
+
+def built_around(module: nn.Module) -> nn.Module:
+    """The model that transformers is sharding, seen from one of its modules: `model` of the function that called us.
+
+    Why: a base model loaded by itself (`AutoModel`) is its own root, whose name is empty, and transformers 5.24 drops the plan's rule of
+    that name (its test for experts, a pattern of the names in an empty expert plan, matches the empty name).
+
+    Raises:
+        ConfigError: no caller holds it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("model")
+        if isinstance(found, nn.Module) and any(each is module for each in found.modules()):
+            return found
+        frame = frame.f_back
+    raise ConfigError("the model that is being sharded was not found; load a model with a head, or use enable() on a loaded one")
 
 
 def distributed_config(
@@ -212,12 +234,17 @@ def distributed_config(
         transformers.distributed.DistributedConfig with the model's whole plan. One call for each model that is loaded. The model's
         session is `model.base_model._echo_session`.
     Raises:
-        ConfigError: see `parts`.
+        ConfigError: transformers 5.16.0, which ignores the plan of a DistributedConfig and would load the stock model; see also `parts`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
+    if version("transformers") == "5.16.0":
+        raise ConfigError(
+            "transformers 5.16.0 ignores the plan of a DistributedConfig; use 5.16.1 or newer, or load the model with "
+            "DistributedConfig(tp_size=P) and call enable(model)"
+        )
     of = AutoConfig.from_pretrained(model) if isinstance(model, str) or hasattr(model, "__fspath__") else model
     with torch.device("meta"):
         blank = AutoModelForCausalLM.from_config(of) if model_class is None else model_class._from_config(of)
@@ -237,6 +264,15 @@ def distributed_config(
 # --- a model that is sharded already ------------------------------------------------------------------------------------------------
 
 
+def take_stock_hooks(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Take away the hooks by which transformers (5.22 and newer) sums a parameter's gradient: (those that are left, those taken)."""
+    hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    taken = {number: hook for number, hook in hooks.items() if getattr(hook, "__module__", "").startswith("transformers.")}
+    for number in taken:
+        del hooks[number]
+    return hooks, taken
+
+
 class Enabled:
     """What `enable` returns: the session, and the way back. As a context manager it disables at the end.
 
@@ -250,12 +286,14 @@ class Enabled:
         self.session = session
         self._handles: list[Any] = []
         self._kept: list[tuple[nn.Module, type[nn.Module], Any, dict[int, Any]]] = []
+        self._taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def give(self, installer: Installer, part: str, module: nn.Module) -> None:
         """Give a module its part and keep what it was."""
         if part not in ("pass", "block"):
             self._kept.append((module, type(module), module.__dict__.pop("forward", None), dict(module._backward_hooks)))
             module._backward_hooks.clear()
+            self._taken += [take_stock_hooks(parameter) for parameter in module.parameters(recurse=False)]
         self._handles += installer.install(part, module)
 
     def disable(self) -> None:
@@ -268,9 +306,11 @@ class Enabled:
                 module.forward = forward
             module._backward_hooks.update(hooks)
             del module._echo_session, module._echo_key
+        for hooks, taken in self._taken:
+            hooks.update(taken)
         if self._handles:
             del self.model.base_model._echo_session
-        self._handles, self._kept = [], []
+        self._handles, self._kept, self._taken = [], [], []
 
     def __enter__(self) -> Enabled:
         return self
