@@ -1,4 +1,4 @@
-"""Sharded tensor parallelism of transformers (5.16 and newer) with our all-reduces, through its own plan mechanism.
+"""Sharded tensor parallelism of transformers (5.16.1 and newer) with our all-reduces, through its own plan mechanism.
 
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=distributed_config(name, tp_size=4))
 
