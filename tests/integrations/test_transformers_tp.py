@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from echoreduce.errors import ConfigError
-from echoreduce.integrations.transformers_tp import distributed_config, enable, generic, parts
+from echoreduce.integrations.transformers_tp import built_around, distributed_config, enable, generic, parts, take_stock_hooks
 from ranks import RankPool, check, run_fresh
 from stock import shard
 
@@ -100,6 +100,26 @@ def test_o26_o34_enable_and_disable(pool: RankPool, architecture: str) -> None:
         assert found["exact sites"] == found["int8 sites"] == (2 * LAYERS,) * 4
         assert found["keys"]
         assert found["restored"]
+
+
+def test_stock_hooks_on_parameters_are_taken_and_given_back() -> None:
+    """As transformers 5.22 and newer makes them at the first forward; a user's own hook stays."""
+    calls: list[str] = []
+
+    def stock(parameter: Tensor) -> None:
+        calls.append("stock")
+
+    stock.__module__ = "transformers.distributed.tensor_parallel"
+    weight = nn.Parameter(torch.ones(3))
+    assert take_stock_hooks(weight)[1] == {}
+    weight.register_post_accumulate_grad_hook(stock)
+    weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("own"))
+    left, taken = take_stock_hooks(weight)
+    weight.sum().backward()
+    assert calls == ["own"]
+    left.update(taken)
+    weight.sum().backward()
+    assert sorted(calls) == ["own", "own", "stock"]
 
 
 def test_o34_a_bias_counted_twice_would_be_seen() -> None:
@@ -270,6 +290,37 @@ def test_from_pretrained(tmp_path: Path) -> None:
         for architecture in ARCHITECTURES:
             assert max(results[f"{architecture} int8"]) < 0.02, architecture
         assert results["base"] < 1e-5
+
+
+def without_a_root_rule(group: Any) -> tuple[int, int | None, bool]:
+    """A base model by itself, sharded as transformers 5.24 does it, which drops the rule of the empty name."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    def build(model: nn.Module) -> nn.Module:
+        for name, module in model.named_modules():
+            if name and generic(name) in plan:
+                ALL_PARALLEL_STYLES[plan[generic(name)]].install_forward(module, mesh)
+        return model
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    base = tiny("Llama").model
+    plan = {
+        name: style
+        for name, style in distributed_config(base.config, 2, "int8", model_class=transformers.LlamaModel).tp_plan.items()
+        if style.startswith("echoreduce")
+    }
+    assert "" in plan
+    session = build(base)._echo_session
+    with torch.no_grad():
+        base(input_ids=tokens())
+    module = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="was not found"):
+        built_around(module)
+    return session.site, session.sites, session._passes["forward"].open
+
+
+def test_the_root_is_found_where_its_rule_was_dropped(pool: RankPool) -> None:
+    assert pool.run(without_a_root_rule, 2) == [(2 * LAYERS, 2 * LAYERS, False)] * 2
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------------------------
