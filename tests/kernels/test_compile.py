@@ -13,8 +13,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+from triton.compiler import ASTSource
+
+from echoreduce import config
+from echoreduce.kernels import spec as spec_module
 from echoreduce.kernels.one_shot import one_shot_kernel
-from echoreduce.kernels.spec import Spec
+from echoreduce.kernels.spec import Spec, digest
 from echoreduce.kernels.two_shot import two_shot_kernel
 from instructions import compiled
 
@@ -53,6 +57,18 @@ def test_compiles_with_every_release_behind_a_barrier(kernel, spec, capability):
     assert "div.approx" not in ptx
     assert ".ftz" not in ptx
     assert re.search(r"st\.global\S*\.v4\.b32", ptx)
+
+
+def test_the_cache_tells_versions_of_the_spec_apart():
+    """Triton looks a compiled kernel up by a hash of its source and its constants' text."""
+
+    def key(spec):
+        signature = {name: "constexpr" if name == "spec" else "i32" for name in two_shot_kernel.arg_names}
+        return ASTSource(two_shot_kernel, signature=signature, constexprs={"spec": spec}).hash()
+
+    assert key(PLAIN) == key(replace(PLAIN))
+    assert key(PLAIN) != key(replace(PLAIN, version="older"))
+    assert PLAIN.version == digest(spec_module, config) != digest(spec_module)
 
 
 def test_code_hardly_grows_with_the_number_of_ranks():

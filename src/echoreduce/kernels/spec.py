@@ -16,9 +16,15 @@ Source: docs/kernels.md; docs/design.md, Section 4.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
 import math
+import sys
 from dataclasses import dataclass, replace
+from types import ModuleType
 
+from echoreduce import config
 from echoreduce.config import CLIPPED_BITS
 
 #: Widths of the planes that carry a code, lowest bits first; the same table as `quant.packing.PLANES` (a test compares them).
@@ -31,6 +37,20 @@ SLOTS = 4096
 
 #: Bytes that a rank leaves in each peer's workspace to say what it called, one entry a (buffer half, source); see `runtime.workspace`.
 CARD_BYTES = 64
+
+
+def digest(*modules: ModuleType) -> str:
+    """Of the text of modules; of what is there, where an installation has no text."""
+    text = ""
+    for module in modules:
+        with contextlib.suppress(OSError):
+            text += inspect.getsource(module)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+#: Triton's cache on disk knows a kernel by its own source and by the fields of its constants, not by what their properties return: without
+#: this field the machine code of an older version of a property would be taken for today's.
+VERSION = digest(sys.modules[__name__], config)
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,7 @@ class Spec:
         rows: groups that a block handles at a time, a power of two.
         native: use instructions that the interpreter lacks (NaN-propagating maxima, 16-bit and 8-bit float conversions, the clock).
         native_float8: likewise for the float8 conversions, which need compute capability 8.9.
+        version: of the code below, see `VERSION`.
     """
 
     world_size: int
@@ -76,6 +97,7 @@ class Spec:
     rows: int = 32
     native: bool = True
     native_float8: bool = True
+    version: str = VERSION
 
     @property
     def pieces(self) -> int:
