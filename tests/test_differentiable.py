@@ -251,8 +251,13 @@ def test_a_failed_backward_leaves_nothing_behind() -> None:
         assert torch.equal(w.grad, expected[1])
 
 
+def compiler_recomputes() -> bool:
+    """Whether torch.compile runs our sites again for a checkpoint inside the graph: torch 2.11 keeps their sums instead."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+
+
 def test_o21_a_compiled_graph_that_recomputes() -> None:
-    """One checkpoint over all blocks, inside the graph: the compiler runs the sites again, which only `record=True` can foresee."""
+    """One checkpoint over all blocks, inside the graph: where the compiler runs the sites again, only `record=True` can foresee it."""
     torch._dynamo.reset()
     x, w = batch(), weights(3)
     config = EchoConfig(QuantConfig(group_size=16))
@@ -271,9 +276,11 @@ def test_o21_a_compiled_graph_that_recomputes() -> None:
             assert used.recorded_bytes > 0
             assert all(torch.equal(a, b) for a, b in zip(grads(y, x, w), expected))
             assert (used.site, used.recorded_bytes) == (3, 0)
-        else:
+        elif compiler_recomputes():
             with pytest.raises(PassError, match=r"session\.record = True"):
                 grads(y, x, w)
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(grads(y, x, w), expected))
 
 
 @pytest.mark.parametrize("marked", [True, False])
