@@ -199,7 +199,7 @@ class VirtualLayer(nn.Module):
     def __init__(self, share: Callable[[int], Layer], world_size: int) -> None:
         super().__init__()
         self.shares = nn.ModuleList(share(rank) for rank in range(world_size))
-        first = self.first = self.shares[0]
+        first = self.shares[0]
         for other in self.shares[1:]:
             for name in REPLICATED:
                 if hasattr(first, name):
@@ -207,7 +207,7 @@ class VirtualLayer(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], reducer: Reducer) -> Tensor:
         """As `Layer.forward`; the reducer takes and gives [P, rows, length, hidden] on the ranks' side."""
-        first = self.first
+        first = self.shares[0]
         h = reducer.enter(norm(x, first.norm1, first.shape.epsilon), f"{first.key} attention").unbind()
         parts = torch.stack([share.attention(own, rope) for share, own in zip(self.shares, h)])
         x = x + reducer.leave(parts, f"{first.key} attention")

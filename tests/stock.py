@@ -15,6 +15,6 @@ def shard(model: Any, mesh: DeviceMesh) -> Any:
     model._device_mesh = mesh
     model._tp_size = mesh.size()
     plan = signature(apply_tensor_parallelism).parameters.get("tp_plan")
-    if plan is None or plan.default is not Parameter.empty:  # before 5.24 or so
+    if plan is None or plan.default is not Parameter.empty:  # up to 5.22
         return apply_tensor_parallelism(model, mesh)
     return apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(dict(model.tp_plan)))

@@ -276,7 +276,6 @@ def test_a_version_that_would_ignore_the_plan_is_an_error(monkeypatch: pytest.Mo
         distributed_config(tiny("Llama").config, 2)
 
 
-@pytest.mark.skipif(transformers.__version__ == "5.16.0", reason="transformers 5.16.0 ignores the plan of a DistributedConfig")
 def test_from_pretrained(tmp_path: Path) -> None:
     for architecture in (*ARCHITECTURES, "Gemma3"):
         tiny(architecture).save_pretrained(tmp_path / architecture)
