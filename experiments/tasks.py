@@ -3,7 +3,8 @@
     python experiments/tasks.py results.jsonl
 
 prints markdown: for each P a row a task and a column a variant, with the change of accuracy in points, answers that turned right and wrong,
-and the p-value of the two-sided exact test; then all tasks pooled, and how many tests of how many are below 5 %.
+and the p-value of the two-sided exact test; then all tasks pooled, and how many tests of how many are below 5 %, paired (McNemar's exact
+test, which the other rows show) and unpaired (the paper's test, with the binomial error of each accuracy).
 
 Leaves out: measuring (docs/tasks.md has the command). Source: the paper, Table 6.
 """
@@ -18,7 +19,7 @@ import typer
 
 from echoreduce.cli.tasks import Line, read_lines
 from echoreduce.errors import ConfigError
-from echoreduce.measure.paired import Comparison, pool
+from echoreduce.measure.paired import SIGNIFICANCE, Comparison, pool
 
 EXACT = "16-bit"
 
@@ -45,9 +46,18 @@ def print_table(lines: list[Line], world_size: int) -> None:
         print_row(task, found[task, EXACT], [found.get((task, name)) for name in variants])
     pooled = [pool(c for (_, variant), c in found.items() if variant == name) for name in [EXACT, *variants]]
     print_row("**all**", pooled[0], list(pooled[1:]))
-    counts = [sum(c.significant for (_, variant), c in found.items() if variant == name) for name in variants]
-    print(f"| tests below 5 % | | | {' | '.join(map(str, counts))} |")
+    for kind, counts in counted(found, variants):
+        print(f"| {kind} | | | {' | '.join(map(str, counts))} |")
     print(f"| KL, nats | | | {' | '.join(f'{c.divergence:.2g}' for c in pooled[1:])} |")
+
+
+def counted(found: dict[tuple[str, str], Comparison], variants: list[str]) -> list[tuple[str, list[int]]]:
+    """How many tasks of each variant a test tells from 16 bits, for both tests."""
+    kinds = {"tests below 5 %": lambda c: c.p_value, "... unpaired": lambda c: c.unpaired_p_value}
+    return [
+        (kind, [sum(p_of(c) < SIGNIFICANCE for (_, variant), c in found.items() if variant == name) for name in variants])
+        for kind, p_of in kinds.items()
+    ]
 
 
 def print_row(name: str, exact: Comparison, variants: list[Comparison | None]) -> None:

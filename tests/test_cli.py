@@ -66,6 +66,42 @@ def test_evaluate_prints_and_writes(tiny: tuple[Path, Path], tmp_path: Path) -> 
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.filterwarnings("ignore:.*norms its sums")
+def test_evaluate_shows_the_preset_of_models_that_norm_their_sums(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    plain, text = tiny
+    model, out = tmp_path / "gemma", tmp_path / "r.json"
+    transformers.AutoTokenizer.from_pretrained(plain).save_pretrained(model)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    arguments = [
+        "evaluate",
+        str(model),
+        "--text",
+        str(text),
+        "-P",
+        "2",
+        "--window",
+        "32",
+        "--windows",
+        "1",
+        "--no-errors",
+        "--json",
+        str(out),
+    ]
+    assert runner.invoke(app, arguments).exit_code == 0
+    assert [row["name"] for row in json.loads(out.read_text())["rows"]][-2:] == ["default", "post_norm"]
+    assert runner.invoke(app, [*arguments, "--preset", "default"]).exit_code == 0
+    assert [row["name"] for row in json.loads(out.read_text())["rows"]] == ["16-bit", "default"]
+
+
 def test_evaluate_in_real_processes_equals_virtual_ranks(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     model, text = tiny
     found = {}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
-from echoreduce import NO_FEEDBACK, PRESETS, EchoConfig, FeedbackConfig, QuantConfig, early_half, edges, preset, uniform
+from echoreduce import NO_FEEDBACK, PRESETS, EchoConfig, FeedbackConfig, QuantConfig, early_half, edges, load_config, preset, uniform
 from echoreduce.config import ONE_SHOT_VALUES
 from echoreduce.errors import ConfigError
 from echoreduce.sites import bits_at
@@ -60,6 +61,9 @@ def test_presets() -> None:
     rotated = QuantConfig(group_size=64, policy="compact", rotation="hadamard")
     assert preset("default") == EchoConfig(quant=rotated, feedback=fast.feedback, sites=edges(3, 2, 7))
     assert preset("accurate") == EchoConfig(quant=rotated.with_bits(5), feedback=fast.feedback, sites=edges(3, 2, 8))
+    assert preset("post_norm") == load_config(
+        Path(__file__).parents[1] / "experiments" / "six_bits_rotated.json"
+    )  # as measured, docs/tasks.md
     assert preset("no_feedback").feedback == NO_FEEDBACK
 
 

@@ -229,12 +229,14 @@ _FLOAT8 = FeedbackConfig(state="float8_e4m3")
 
 #: Named configurations. `paper` and `paper_early` are the paper's (Sections 5 and 7.2). `default` loses at most 1 % of perplexity at 4.5
 #: bits a value, `fast` takes the fewest instructions on a GPU, `accurate` spends a bit more; docs/accuracy.md has the frontier.
+#: `post_norm` is for models that norm each sum before it joins the residual stream (Gemma 2 and 3, OLMo 2), where feedback does harm.
 PRESETS: dict[str, EchoConfig] = {
     "paper": _paper(),
     "paper_early": _paper(sites=early_half(8)),
     "default": EchoConfig(quant=_ROTATED, feedback=_FLOAT8, sites=edges(first=3, last=2, bits=7)),
     "fast": EchoConfig(feedback=_FLOAT8, sites=edges(first=2, last=2, bits=8)),
     "accurate": EchoConfig(quant=_ROTATED.with_bits(5), feedback=_FLOAT8, sites=edges(first=3, last=2, bits=8)),
+    "post_norm": EchoConfig(quant=QuantConfig(bits=6, group_size=64, rotation="hadamard"), feedback=NO_FEEDBACK, algorithm="two_shot"),
     "no_feedback": EchoConfig(feedback=NO_FEEDBACK, algorithm="two_shot"),
     "int8": EchoConfig(quant=QuantConfig(bits=8), feedback=NO_FEEDBACK, algorithm="two_shot"),
     "exact": EchoConfig(quant=QuantConfig(bits=16), feedback=NO_FEEDBACK, algorithm="two_shot"),

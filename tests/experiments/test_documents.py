@@ -13,7 +13,7 @@ from accuracy_report import claims_by_size, claims_by_text, claims_counted
 from accuracy_run import read_lines
 from echoreduce.cli import tasks as results
 from echoreduce.measure.paired import Comparison, pool
-from tasks import EXACT, cell, label
+from tasks import EXACT, cell, counted, label
 from training_report import gaps
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -50,7 +50,7 @@ def columns(header: list[str]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     ("heading", "file", "count"),
-    [("Table 6: SmolLM2-135M-Instruct", "tasks_smollm2.jsonl", 3), ("Table 6: Gemma 3 270M", "tasks_gemma3_270m.jsonl", 1)],
+    [("Table 6: SmolLM2-135M-Instruct", "tasks_smollm2.jsonl", 4), ("Table 6: Gemma 3 270M", "tasks_gemma3_270m.jsonl", 3)],
 )
 def test_the_tables_of_tasks_are_those_of_the_results(heading: str, file: str, count: int) -> None:
     section = (DOCS / "tasks.md").read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
@@ -58,14 +58,17 @@ def test_the_tables_of_tasks_are_those_of_the_results(heading: str, file: str, c
     assert len(shown) == count
     for header, rows in shown:
         places = columns(header)
-        for name, questions, accuracy, *cells in rows[:-2]:
+        for name, questions, accuracy, *cells in rows[:-3]:
             exact = found[name, EXACT, places[0][1]]
             assert int(questions) == exact.examples
             assert accuracy == f"{100 * exact.accuracy:.1f} ± {100 * exact.standard_error:.1f}"
             assert cells == [cell(found[name, *place]) for place in places], name
         tasks = {name for name, *_ in found} - {ALL}
-        assert {row[0] for row in rows[:-3]} == tasks
-        assert rows[-2][3:] == [str(sum(found[task, *place].significant for task in tasks)) for place in places]
+        assert {row[0] for row in rows[:-4]} == tasks
+        variants = {f"{variant} {size}": (variant, size) for variant, size in places}
+        chosen = {(task, key): found[task, *place] for key, place in variants.items() for task in tasks}
+        tests = [(kind, [str(count) for count in counts]) for kind, counts in counted(chosen, list(variants))]
+        assert [(row[0], row[3:]) for row in rows[-3:-1]] == tests
         assert rows[-1][3:] == [f"{found[ALL, *place].divergence:.2g}" for place in places]
 
 

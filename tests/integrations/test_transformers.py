@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echoreduce import preset
+from echoreduce import PRESETS, preset
 from echoreduce.errors import ConfigError, EchoReduceWarning, PassError
 from echoreduce.integrations.transformers import SiteLinear, attach, row_parallel_linears
+from echoreduce.integrations.transformers_tp import norms_sums
 from echoreduce.virtual import column_bounds, partial_products
 from ranks import RankPool
 
@@ -183,6 +184,15 @@ def test_partial_products_sum_to_the_product(world_size: int) -> None:
     torch.testing.assert_close(partial_products(x, weight, world_size).sum(0), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "normed"), [("Llama", False), ("Phi3", False), ("Granite", False), ("Gemma2", True), ("Olmo2", True), ("Glm4", True)]
+)
+def test_models_that_norm_their_sums_are_known(architecture: str, normed: bool) -> None:
+    with torch.device("meta"):
+        config = getattr(transformers, f"{architecture}Config")(num_hidden_layers=1, vocab_size=256, pad_token_id=0)
+        assert norms_sums(transformers.AutoModelForCausalLM.from_config(config)) == normed
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_feedback_on_a_model_that_norms_its_sums_is_warned_of(architecture: str) -> None:
     model = tiny(architecture)
@@ -193,5 +203,8 @@ def test_feedback_on_a_model_that_norms_its_sums_is_warned_of(architecture: str)
         assert normed == architecture.startswith("Gemma")
         assert all(w.filename == __file__ for w in caught if issubclass(w.category, EchoReduceWarning))
         caught.clear()
+        with attach(model, world_size=2) as attachment:
+            chosen = "post_norm" if architecture.startswith("Gemma") else "default"
+            assert attachment.session.config == PRESETS[chosen]
         attach(model, "int8", world_size=2).detach()
         assert not [w for w in caught if issubclass(w.category, EchoReduceWarning)]

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from scipy.stats import binomtest
+from scipy.stats import binomtest, ttest_ind_from_stats
 
 from echoreduce.errors import ShapeError
-from echoreduce.measure.paired import compare, divergence, pool, sign_test, standard_error
+from echoreduce.measure.paired import compare, divergence, pool, sign_test, standard_error, unpaired_test
 
 
 @pytest.mark.parametrize("total", [1, 2, 5, 6, 17, 100, 2001, 40000])
@@ -80,6 +80,30 @@ def test_a_variant_that_only_loses_is_significant() -> None:
     found = compare(exact, variant, torch.zeros(50, dtype=torch.int64), torch.ones(50, 2))
     assert (found.lost, found.gained) == (6, 0)
     assert found.significant
+
+
+@pytest.mark.parametrize("correct", [1, 400, 4990, 5000, 5100, 9999])
+def test_the_unpaired_test_is_that_of_two_means(correct: int) -> None:
+    """Welch's test of the answers as zeros and ones, whose t is normal at this number of examples."""
+    examples, before = 10000, 5000
+    moments = [value for right in (correct, before) for value in (right / examples, standard_error(right, examples) * 100, examples)]
+    expected = ttest_ind_from_stats(*moments, equal_var=False).pvalue
+    assert unpaired_test(correct / examples, before / examples, examples) == pytest.approx(expected, rel=2e-3, abs=1e-100)
+
+
+def test_the_unpaired_test_without_errors() -> None:
+    assert unpaired_test(0.0, 0.0, 10) == 1.0
+    assert unpaired_test(1.0, 0.0, 10) == 0.0
+
+
+def test_the_paired_test_finds_what_the_unpaired_one_does_not() -> None:
+    exact = scores(*[[-1, -2]] * 1000)
+    variant = torch.where(torch.arange(1000)[:, None] < 12, exact.flip(1), exact)
+    found = compare(exact, variant, torch.arange(1000) % 2, torch.ones(1000, 2))
+    assert found.unpaired_p_value == 1.0 == found.p_value
+    found = compare(exact, variant, torch.arange(1000) // 500, torch.ones(1000, 2))
+    assert found.significant
+    assert found.unpaired_p_value > 0.5
 
 
 def test_shapes_must_belong_together() -> None:

@@ -32,6 +32,7 @@ from echoreduce.integrations.evaluation import (
 )
 from echoreduce.integrations.language_model import load, read_text, windows
 from echoreduce.integrations.transformers import attach, row_parallel_linears
+from echoreduce.integrations.transformers_tp import norms_sums
 from echoreduce.measure.report import write_json
 from echoreduce.sites import SitePolicy, early_half, edges, uniform
 
@@ -117,6 +118,8 @@ def evaluate(
     questions = [load_task(path, own or limit) for names in tasks or [] for path, own in find_tasks(names, data)]
     with console.status("reading model"):
         loaded, tokenizer = load(model, dtype, device)
+    if not presets and not configs and norms_sums(loaded):
+        variants.append(overridden(Variant("post_norm", preset("post_norm", group_size=group_size)), policy, qparams))
     grouped = "" if group_size is None else f", g = {group_size}"
     conditions = {"model": model.name, "group_size": group_size, "backend": backend.value, "device": device, "dtype": dtype}
     written: dict[str, Any] = {}

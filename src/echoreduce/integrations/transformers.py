@@ -12,7 +12,8 @@ Sharded weights, and training with all-reduces in both directions, are `distribu
 
 Leaves out: sharding the weights (each process holds the whole model) and the all-reduces of the backward pass (each process has the
 whole gradient); activation checkpoints work.
-Gemma 2 and 3 norm the sum before it joins the residual stream: the mechanism runs, but feedback does harm there: a warning says so.
+Gemma 2 and 3 norm the sum before it joins the residual stream, where feedback does harm: "auto" takes `post_norm` there, and a warning says
+so where a configuration with feedback is given.
 Source: docs/design.md, Section 7; Shoeybi et al., 2019 (row-parallel linears).
 """
 
@@ -85,7 +86,7 @@ class Attachment:
 
 def attach(
     model: nn.Module,
-    config: EchoConfig | str = "default",
+    config: EchoConfig | str = "auto",
     *,
     world_size: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -95,7 +96,7 @@ def attach(
 
     Args:
         model: a Hugging Face model with a tensor-parallel plan, in one piece (not sharded).
-        config: a preset's name or an `EchoConfig`.
+        config: a preset's name, an `EchoConfig`, or "auto": `post_norm` if the model norms its sums, else `default`.
         world_size: number of virtual ranks in this process; None: a real group.
         group: process group of the real ranks; None is the default group. Not together with `world_size`.
         backend: a ready backend instead of either.

@@ -4,7 +4,7 @@
 
 or, on a model that transformers has sharded already, there and back in one process:
 
-    with enable(model, "default") as echo: ...
+    with enable(model) as echo: ...
 
 The model's own plan is kept as it is but for: plain linears that it calls `rowwise` (a site each), plain linears that it calls `colwise`
 (no collective), the attention and MLP blocks that hold them (one backward all-reduce each, where transformers has one for each
@@ -15,7 +15,7 @@ Leaves out, and what is known:
   * Output heads and embeddings keep the plan's own styles, 16 bits, one backward all-reduce for a sharded head.
   * `rowwise_split_input` (Phi-3; attention of OLMo 2) keeps its own style: those are no sites.
   * Mixture of experts: attention sites are ours; experts sum in 16 bits with their own style (`moe_tp_experts`), forward and backward.
-  * Gemma 2 and 3 norm the sum before it joins the residual stream: the mechanism runs, but feedback does harm there: a warning says so.
+  * Gemma 2 and 3 norm the sum before it joins the residual stream, where feedback does harm: see `advise`.
   * Expert, sequence and pipeline parallelism, quantized linears: not touched.
 Source: transformers/distributed/tensor_parallel.py (5.16 to 5.24 tested, docs/training.md; 5.16.0: `enable` only).
 """
@@ -44,6 +44,9 @@ from echoreduce.session import Session
 BLOCKS = ("self_attn", "mlp")
 
 NORM_STYLE = "replicated_with_grad_allreduce"
+
+#: Names that transformers gives to a norm between a block's sum and the residual stream (Gemma 2 to 4, OLMo 2 and 3, EXAONE 4; GLM 4).
+POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
 
 _numbers = itertools.count(1)
 
@@ -89,8 +92,8 @@ def parts(model: Any) -> dict[str, str]:
 
 
 def norms_sums(module: nn.Module) -> bool:
-    """Whether a layer, or a model's layers, norm the sum of a block before it joins the residual stream, as Gemma 2 and 3 do."""
-    return any(hasattr(m, "pre_feedforward_layernorm") and hasattr(m, "post_feedforward_layernorm") for m in module.modules())
+    """Whether a layer, or a model's layers, norm the sum of a block before it joins the residual stream, as Gemma 2 and 3 or OLMo 2 do."""
+    return any(isinstance(getattr(m, name, None), nn.Module) for m in module.modules() for name in POST_NORMS)
 
 
 def advise(model: nn.Module, config: EchoConfig | str) -> EchoConfig:
@@ -98,17 +101,18 @@ def advise(model: nn.Module, config: EchoConfig | str) -> EchoConfig:
 
     Args:
         model: whole, sharded or on the meta device; only the names of its modules are looked at.
-        config: a preset's name or an `EchoConfig`.
+        config: a preset's name, an `EchoConfig`, or "auto": `post_norm` if the model norms its sums, else `default`.
     Raises:
         ConfigError: no such preset.
     Source: docs/accuracy.md, Gemma 3 270M.
     """
+    if config == "auto":
+        config = "post_norm" if norms_sums(model) else "default"
     found = preset(config) if isinstance(config, str) else config
     if found.feedback.enabled and norms_sums(model):
         warnings.warn(
             f"{type(model).__name__} norms its sums before they join the residual stream: feedback does harm there (Gemma 3 270M, "
-            "docs/accuracy.md). Use preset 'int8', or rotation without feedback: "
-            "EchoConfig(QuantConfig(bits=6, group_size=64, rotation='hadamard'), NO_FEEDBACK)",
+            "docs/accuracy.md). Use preset 'post_norm', 6 bits rotated without feedback, which \"auto\" chooses.",
             EchoReduceWarning,
             stacklevel=3,
         )
@@ -215,7 +219,7 @@ def built_around(module: nn.Module) -> nn.Module:
 def distributed_config(
     model: Any,
     tp_size: int,
-    config: EchoConfig | str = "default",
+    config: EchoConfig | str = "auto",
     *,
     backend: BackendName = "auto",
     model_class: Any = None,
@@ -226,7 +230,7 @@ def distributed_config(
     Args:
         model: name or folder of the model, or its transformers configuration.
         tp_size: ranks, P; must be the number of processes.
-        config: a preset's name or an `EchoConfig`.
+        config: a preset's name, an `EchoConfig`, or "auto", see `advise`.
         backend: see `Communicator`.
         model_class: the class that `from_pretrained` is called on, if not `AutoModelForCausalLM`.
         record: see `Session`; True where torch.compile recomputes activations.
@@ -321,7 +325,7 @@ class Enabled:
 
 def enable(
     model: Any,
-    config: EchoConfig | str = "default",
+    config: EchoConfig | str = "auto",
     *,
     group: dist.ProcessGroup | None = None,
     backend: BackendName = "auto",
@@ -331,7 +335,7 @@ def enable(
 
     Args:
         model: loaded with `distributed_config=DistributedConfig(tp_size=P)`.
-        config: a preset's name or an `EchoConfig`.
+        config: a preset's name, an `EchoConfig`, or "auto", see `advise`.
         group: its tensor-parallel ranks; None: the `tp` dimension of the model's own device mesh.
         backend, record: see `distributed_config`.
     Raises:
