@@ -5,7 +5,7 @@
 #
 # With names of steps behind the folders only those. Two lanes share the GPU, one a model (it is no faster than one after the other, but each
 # has something when time ends). A step continues where an earlier one stopped: what its file in the result folder holds already is
-# skipped. LIMIT (default 570) is the most seconds a lane may take; all of it takes about forty minutes.
+# skipped. LIMIT (default 570) is the most seconds a lane may take; all of it takes about fifty minutes.
 set -u
 smollm2=${1:?folder of SmolLM2-135M-Instruct}
 gemma=${2:?folder of Gemma 3 270M}
@@ -43,6 +43,7 @@ step() {
     echo "== $(date +%T) $name ends"
 }
 smollm2() {
+    step smollm2_whole $on_smollm2 --set table4 --only default --batch 32 --out "$out/accuracy_smollm2_whole.jsonl"
     step smollm2_gsm8k $on_smollm2 --set table5 --texts gsm8k --windows 512 --window 384 --batch 32 \
         --out "$out/accuracy_smollm2_gsm8k.jsonl"
     step smollm2_claims $on_smollm2 --set claims $wikitext2 --windows 32 --batch 16 --group 10 --out "$out/accuracy_smollm2_claims.jsonl"
