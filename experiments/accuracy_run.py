@@ -153,7 +153,8 @@ def compare(exact: list[Tensor], found: list[Tensor], tokens: Tensor, scored: Te
 
 
 def summary(scores: Scores, base: Tensor, counts: Tensor) -> dict[str, Any]:
-    """Means over scored tokens, with standard errors over windows (delta method for the perplexity's increase), and KL by window.
+    """Means over scored tokens, with standard errors over windows (delta method for the perplexity's increase), and KL and what is added to
+    the negative log-likelihood by window, nats a token.
 
     Args:
         base: negative log-likelihood of the exact model by window.
@@ -171,6 +172,7 @@ def summary(scores: Scores, base: Tensor, counts: Tensor) -> dict[str, Any]:
         "kl": scores.kl.sum().item() / total,
         "kl_error": standard_error(scores.kl, counts),
         "kl_windows": [float(f"{value:.5g}") for value in (scores.kl / counts).tolist()],
+        "nll_windows": [float(f"{value:.5g}") for value in ((scores.nll - base) / counts).tolist()],
         "agreement": scores.agree.sum().item() / total,
         "tokens": total,
     }

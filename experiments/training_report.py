@@ -10,6 +10,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from echoreduce.errors import ConfigError
+
 BASE = "exact"
 LABELS = {
     "exact": "16-bit",
@@ -76,7 +78,12 @@ def gaps(outs: list[Path], tail: int) -> str:
     """Markdown over several runs that differ by seed: mean gap of each variant to 16 bits of the same run, and its standard error.
 
     The row of 16 bits has the spread of its loss over the runs, which is what a gap of one run has to be held against.
+
+    Raises:
+        ConfigError: one run, which has no spread.
     """
+    if len(outs) < 2:
+        raise ConfigError("gaps compares runs that differ by seed: name at least two (table shows one)")
     runs = [{name: tail_mean(curve, tail) for name, curve in curves(out).items()} for out in outs]
     summaries = [json.loads(out.with_suffix(".json").read_text())["variants"] for out in outs]
     held = [{name: row["validation_loss"] for name, row in variants.items()} for variants in summaries]

@@ -126,6 +126,7 @@ def test_divergence_and_perplexity_are_the_textbook_ones() -> None:
     figures = summary(found, base.nll, torch.tensor([2.0], dtype=torch.float64))
     assert figures["perplexity"] == pytest.approx((0.75 * 0.9) ** -0.5)
     assert figures["exact_perplexity"] == pytest.approx((0.5 * 0.9) ** -0.5)
+    assert figures["nll_windows"] == pytest.approx([(found.nll - base.nll).item() / 2], rel=1e-4, abs=1e-12)
     assert figures["kl_windows"] == pytest.approx([found.kl.item() / 2], rel=1e-4)
 
 

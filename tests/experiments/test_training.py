@@ -14,6 +14,7 @@ import pytest
 
 import training_report
 import training_run
+from echoreduce.errors import ConfigError
 from training import VARIANTS, arguments, plan_of
 from training_data import Windows, documents
 
@@ -135,6 +136,8 @@ def test_gaps_over_seeds_are_means_of_paired_differences(tmp_path: Path) -> None
     exact, default = training_report.gaps(outs, 2).splitlines()[2:]
     assert exact == "| 16-bit | 3 | 3.0000, spread 33.33 % | 4.0000, spread 25.00 % |"
     assert default == "| `default` | 3 | +2.00 ± 0.58 % | +1.52 ± 0.50 % |"
+    with pytest.raises(ConfigError, match="at least two"):
+        training_report.gaps(outs[:1], 2)
 
 
 def test_schedule_of_appendix_b() -> None:
