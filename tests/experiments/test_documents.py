@@ -72,6 +72,24 @@ def test_the_tables_of_tasks_are_those_of_the_results(heading: str, file: str, c
         assert rows[-1][3:] == [f"{found[ALL, *place].divergence:.2g}" for place in places]
 
 
+TEXTS = {
+    "WikiText-2 test": "wikitext2_test_raw",
+    "Wikipedia": "wikipedia_1000_snippets",
+    "web": "owt_1000_snippets",
+    "Jane Austen": "jane_austen_6_novels",
+}
+
+
+def test_the_table_of_whole_texts_is_that_of_the_results() -> None:
+    lines = {(line["text"], line["world_size"]): line for line in read_lines(DOCS / "results" / "accuracy_smollm2_whole.jsonl")}
+    assert len(lines) == 12
+    text = (DOCS / "accuracy.md").read_text(encoding="utf-8").replace("**", "")
+    for name, file in TEXTS.items():
+        found = [lines[file, size] for size in (2, 4, 8)]
+        cells = [f"{line['increase_percent']:+.2f} ± {line['increase_percent_error']:.2f} % ({line['kl']:.4f})" for line in found]
+        assert f"| {name} | {' | '.join(cells)} |" in text
+
+
 TABLE_8 = ("smollm2_table8", "smollm2_claims", "smollm2_table8_texts", "gemma3_270m_table8", "gemma3_270m_table8_texts")
 
 
