@@ -134,6 +134,31 @@ def per_site(shape: Shape) -> list[Trial]:
     return rows
 
 
+#: The same for `default`, at most 4.6 bits a value: groups of 64 leave room for 19 more bits in 60 sites, groups of 128 for 27.
+EDGE_BITS: dict[int, dict[str, dict[int, int]]] = {
+    64: {
+        "7777-77": {0: 7, 1: 7, 2: 7, 3: 7, -2: 7, -1: 7},
+        "777-777": {0: 7, 1: 7, 2: 7, -3: 7, -2: 7, -1: 7},
+        "777-78": {0: 7, 1: 7, 2: 7, -2: 7, -1: 8},
+        "877-78": {0: 8, 1: 7, 2: 7, -2: 7, -1: 8},
+        "66655-55568": {0: 6, 1: 6, 2: 6, 3: 5, 4: 5, -5: 5, -4: 5, -3: 5, -2: 6, -1: 8},
+        "77755-5578": {0: 7, 1: 7, 2: 7, 3: 5, 4: 5, -4: 5, -3: 5, -2: 7, -1: 8},
+    },
+    128: {"777666-66678": {0: 7, 1: 7, 2: 7, 3: 6, 4: 6, 5: 6, -5: 6, -4: 6, -3: 6, -2: 7, -1: 8}},
+}
+
+
+def edge_bits(shape: Shape) -> list[Trial]:
+    """`default`, and with the bits of its edges spread otherwise."""
+    chosen = PRESETS["default"]
+    rows = [Trial("default", chosen)]
+    for g, patterns in EDGE_BITS.items():
+        for name, single in patterns.items():
+            bits = tuple(single.get(site, single.get(site - shape.sites, 4)) for site in range(shape.sites))
+            rows.append(Trial(f"default g{g} sites {name}", replace(chosen, quant=replace(chosen.quant, group_size=g), sites=bits)))
+    return rows
+
+
 def ranges(shape: Shape) -> list[Trial]:
     """A smaller range than a group has: one factor for all groups, or the best of some; the same by steps of the scale on the wire."""
     word = GroupGrid(group_size=64, gap=ALWAYS, one_word=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from accuracy_searches import combined, compact, default_search, no_feedback, per_site, ranges
+from accuracy_searches import combined, compact, default_search, edge_bits, no_feedback, per_site, ranges
 from accuracy_trials import LOCAL, Shape, Trial, emulated, local
 from echoreduce.config import NO_FEEDBACK, PRESETS, FeedbackConfig, QuantConfig, preset
 from echoreduce.sites import early_half, uniform
@@ -163,6 +163,7 @@ SETS: dict[str, Callable[[Shape], list[Trial]]] = {
         compact,
         combined,
         per_site,
+        edge_bits,
         ranges,
         no_feedback,
         wire,
