@@ -81,21 +81,8 @@ def test_evaluate_shows_the_preset_of_models_that_norm_their_sums(tiny: tuple[Pa
         head_dim=16,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
-    arguments = [
-        "evaluate",
-        str(model),
-        "--text",
-        str(text),
-        "-P",
-        "2",
-        "--window",
-        "32",
-        "--windows",
-        "1",
-        "--no-errors",
-        "--json",
-        str(out),
-    ]
+    options = ["-P", "2", "--window", "32", "--windows", "1", "--no-errors"]
+    arguments = ["evaluate", str(model), "--text", str(text), *options, "--json", str(out)]
     assert runner.invoke(app, arguments).exit_code == 0
     assert [row["name"] for row in json.loads(out.read_text())["rows"]][-2:] == ["default", "post_norm"]
     assert runner.invoke(app, [*arguments, "--preset", "default"]).exit_code == 0

@@ -161,6 +161,9 @@ def unpaired_test(accuracy: float, exact: float, examples: int) -> float:
     p = erfc(|z| / sqrt(2)), z = (accuracy - exact) / sqrt(s**2 + s_exact**2), s**2 = a (1 - a) / (n - 1); 1 if the accuracies are equal,
     0 if they differ without any error.
 
+    Args:
+        accuracy, exact: shares of right answers, 0 to 1.
+        examples: questions of each run, n.
     Source: the paper, Section 7.2.
     """
     if accuracy == exact:
